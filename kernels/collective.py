@@ -1,0 +1,203 @@
+"""Moves experts and KV with one all-to-all per tensor, over NCCL or gloo: the reference for faster movers.
+
+Every call is collective: all ranks of the group make the same calls in the same order. One layer per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+PagePairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+HeadRanges = Sequence[tuple[int, int]]
+
+
+class Mover(Protocol):
+    """Moves one layer's bytes between the ranks of a switch group. Shapes: see `moebius.kernels.plan`."""
+
+    def experts_ep_to_tp(
+        self, src_w13: torch.Tensor, src_w2: torch.Tensor, dst_w13: torch.Tensor, dst_w2: torch.Tensor
+    ) -> int:
+        """Reshard one layer's experts EP -> TP. Returns the bytes this rank sent to its peers."""
+        ...
+
+    def experts_tp_to_ep(
+        self, src_w13: torch.Tensor, src_w2: torch.Tensor, dst_w13: torch.Tensor, dst_w2: torch.Tensor
+    ) -> int:
+        """Reshard one layer's experts TP -> EP. Returns the bytes this rank sent to its peers."""
+        ...
+
+    def kv_ep_to_tp(self, src_kv: torch.Tensor, dst_kv: torch.Tensor, pages: PagePairs, head_ranges: HeadRanges) -> int:
+        """Bring one layer's live pages to every TP rank. Returns the bytes this rank sent to its peers.
+
+        `pages[r]` are rank r's (source page ids in its EP pool, target page ids), int64 and of equal length, the same
+        lists on every rank; `head_ranges[r]` are the KV heads [start, stop) that TP rank r holds.
+        """
+        ...
+
+
+class CollectiveMover:
+    """`Mover` by `all_to_all_single` over staging memory that grows to the largest call and is then kept.
+
+    Source and target must not overlap (slots shifted by one see to that): overlap is a ValueError, as are tensors of
+    unexpected shape. Such an error on one rank alone leaves its peers waiting, so treat it as fatal for the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._ranks = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        if self._rank < 0:
+            raise ValueError("this process is not a member of the mover's process group")
+        self._staging: dict[str, torch.Tensor] = {}
+
+    def reserve(self, send_bytes: int, receive_bytes: int, device: torch.device | str) -> None:
+        """Allocate staging memory ahead, so that a switch allocates none. Figures are for the largest single tensor."""
+        for name, size in (("send", send_bytes), ("receive", receive_bytes)):
+            self._stage(name, (size,), torch.uint8, torch.device(device))
+
+    def experts_ep_to_tp(
+        self, src_w13: torch.Tensor, src_w2: torch.Tensor, dst_w13: torch.Tensor, dst_w2: torch.Tensor
+    ) -> int:
+        """See `Mover.experts_ep_to_tp`."""
+        self._check_experts((src_w13, src_w2), (dst_w13, dst_w2))
+        sent = 0
+        for (ep, by_target), tp in zip(self._cuts(src_w13, src_w2), (dst_w13, dst_w2), strict=True):
+            send = self._stage("send", by_target.shape, ep.dtype, ep.device)
+            send.copy_(by_target)
+            self._exchange(tp, send)  # what rank r sends is the r-th contiguous block of the TP tensor
+            sent += self._to_peers(ep)
+        return sent
+
+    def experts_tp_to_ep(
+        self, src_w13: torch.Tensor, src_w2: torch.Tensor, dst_w13: torch.Tensor, dst_w2: torch.Tensor
+    ) -> int:
+        """See `Mover.experts_tp_to_ep`."""
+        self._check_experts((dst_w13, dst_w2), (src_w13, src_w2))
+        sent = 0
+        for (ep, by_source), tp in zip(self._cuts(dst_w13, dst_w2), (src_w13, src_w2), strict=True):
+            received = self._stage("receive", by_source.shape, ep.dtype, ep.device)
+            self._exchange(received, tp)
+            by_source.copy_(received)
+            sent += self._to_peers(tp)
+        return sent
+
+    def kv_ep_to_tp(self, src_kv: torch.Tensor, dst_kv: torch.Tensor, pages: PagePairs, head_ranges: HeadRanges) -> int:
+        """See `Mover.kv_ep_to_tp`. Target page ids must differ from each other; shared source pages may repeat."""
+        counts = [int(source.numel()) for source, _ in pages]
+        widths = [stop - start for start, stop in head_ranges]
+        self._check_kv(src_kv, dst_kv, pages, head_ranges)
+        if not sum(counts):
+            return 0  # the lists are the same everywhere, so every rank leaves the collective out
+        page_shape = tuple(src_kv.shape[2:])
+        per_head = page_shape[0] * page_shape[1]
+        mine, heads = counts[self._rank], widths[self._rank]
+
+        send = self._stage("send", (mine * sum(widths) * per_head,), src_kv.dtype, src_kv.device)
+        own_pages = pages[self._rank][0].to(src_kv.device)
+        blocks = send.split([mine * width * per_head for width in widths])
+        for block, (start, stop) in zip(blocks if mine else (), head_ranges, strict=False):
+            out = block.view(mine, stop - start, *page_shape)
+            torch.index_select(src_kv[:, start:stop], 0, own_pages, out=out)
+
+        received = self._stage("receive", (sum(counts) * heads * per_head,), dst_kv.dtype, dst_kv.device)
+        receive_sizes = [count * heads * per_head for count in counts]
+        self._exchange(received, send, receive_sizes, [block.numel() for block in blocks])
+        for block, count, (_, target) in zip(received.split(receive_sizes), counts, pages, strict=True):
+            if count:
+                dst_kv.index_copy_(0, target.to(dst_kv.device), block.view(count, heads, *page_shape))
+        return mine * (sum(widths) - heads) * per_head * src_kv.element_size()
+
+    def _cuts(self, ep_w13: torch.Tensor, ep_w2: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """EP tensors with views of them whose first axis is the TP rank and whose rest is that rank's block."""
+        local, _, hidden = ep_w13.shape
+        part = ep_w2.shape[2] // self._ranks
+        w13 = ep_w13.view(local, 2, self._ranks, part, hidden).permute(2, 0, 1, 3, 4)
+        w2 = ep_w2.view(local, hidden, self._ranks, part).permute(2, 0, 1, 3)
+        return [(ep_w13, w13), (ep_w2, w2)]
+
+    def _exchange(
+        self,
+        received: torch.Tensor,
+        send: torch.Tensor,
+        receive_sizes: Sequence[int] | None = None,
+        send_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """All-to-all of flat contiguous memory, as bytes so that every dtype passes unchanged on every backend."""
+        size = send.element_size()
+        dist.all_to_all_single(
+            received.view(-1).view(torch.uint8),
+            send.view(-1).view(torch.uint8),
+            output_split_sizes=[n * size for n in receive_sizes] if receive_sizes is not None else None,
+            input_split_sizes=[n * size for n in send_sizes] if send_sizes is not None else None,
+            group=self._group,
+        )
+
+    def _stage(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor in kept memory; its content is whatever the last call left."""
+        size = int(torch.Size(shape).numel()) * dtype.itemsize
+        kept = self._staging.get(name)
+        if kept is None or kept.numel() < size or kept.device != device:
+            # An inference tensor could not be written outside inference mode later.
+            with torch.inference_mode(False):
+                kept = self._staging[name] = torch.empty(size, dtype=torch.uint8, device=device)
+        return kept[:size].view(dtype).view(tuple(shape))
+
+    def _to_peers(self, tensor: torch.Tensor) -> int:
+        return tensor.numel() * tensor.element_size() // self._ranks * (self._ranks - 1)
+
+    def _check_experts(self, ep: tuple[torch.Tensor, torch.Tensor], tp: tuple[torch.Tensor, torch.Tensor]) -> None:
+        (local, rows, hidden), ranks = ep[0].shape, self._ranks
+        inter = rows // 2
+        wanted = [
+            (ep[0], (local, 2 * inter, hidden)),
+            (ep[1], (local, hidden, inter)),
+            (tp[0], (local * ranks, 2 * (inter // ranks), hidden)),
+            (tp[1], (local * ranks, hidden, inter // ranks)),
+        ]
+        if inter % ranks or any(tuple(t.shape) != shape or not t.is_contiguous() for t, shape in wanted):
+            found = [tuple(t.shape) for t, _ in wanted]
+            raise ValueError(f"experts must be contiguous with shapes {[s for _, s in wanted]}, found {found}")
+        if len({t.dtype for t in ep + tp}) != 1:
+            raise ValueError(f"experts of both layouts must share one dtype, found {[t.dtype for t in ep + tp]}")
+        _check_apart(ep, tp)
+
+    def _check_kv(self, src_kv: torch.Tensor, dst_kv: torch.Tensor, pages: PagePairs, head_ranges: HeadRanges) -> None:
+        if len(pages) != self._ranks or len(head_ranges) != self._ranks:
+            raise ValueError(
+                f"need page lists and head ranges of {self._ranks} ranks, got {len(pages)}, {len(head_ranges)}"
+            )
+        for rank, (source, target) in enumerate(pages):
+            if source.numel() != target.numel():
+                raise ValueError(f"rank {rank} lists {source.numel()} source but {target.numel()} target pages")
+        if any(not 0 <= start < stop <= src_kv.shape[1] for start, stop in head_ranges):
+            raise ValueError(f"head ranges {list(head_ranges)} do not fit the {src_kv.shape[1]} KV heads of the source")
+        start, stop = head_ranges[self._rank]
+        if dst_kv.shape[1] != stop - start or dst_kv.shape[2:] != src_kv.shape[2:] or dst_kv.dtype != src_kv.dtype:
+            raise ValueError(
+                f"KV target {tuple(dst_kv.shape)} {dst_kv.dtype} does not match heads {start}..{stop} of the source "
+                f"{tuple(src_kv.shape)} {src_kv.dtype}"
+            )
+        _check_apart((src_kv,), (dst_kv,))
+
+
+def _check_apart(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source in sources:
+        for target in targets:
+            (a, a_end), (b, b_end) = _address_range(source), _address_range(target)
+            if source.device == target.device and a < b_end and b < a_end:
+                raise ValueError(
+                    f"source [{a:#x}, {a_end:#x}) and target [{b:#x}, {b_end:#x}) of a move overlap; the target layout "
+                    "must use slots shifted by one against the source"
+                )
+
+
+def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and end of the memory a (possibly strided) tensor reaches; empty for a tensor without elements."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

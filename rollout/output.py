@@ -1,0 +1,93 @@
+"""What a run shows and leaves behind: a progress bar, a line per step, rollouts.jsonl, step reports and report.html."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moebius.rollout.errors import MoebiusError
+
+if TYPE_CHECKING:
+    from moebius.rollout.report_types import StepReport
+    from moebius.rollout.types import Rollout
+
+
+class StepProgress:
+    """A progress bar over the samples of one step; a context manager. `update` fits RolloutGroup's `on_progress`."""
+
+    def __init__(self, console: Console, description: str, total: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("samples, {task.fields[tokens]:,} tokens, {task.fields[live]} live, {task.fields[layout]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task(description, total=total, tokens=0, live=0, layout="-")
+
+    def __enter__(self) -> StepProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int, tokens: int, live: int, layout: str) -> None:
+        """Finished and all samples, tokens sampled so far, samples unfinished, and the layout that runs."""
+        self._progress.update(self._task, completed=done, total=total, tokens=tokens, live=live, layout=layout)
+
+
+def step_line(report: StepReport, extra: str = "") -> str:
+    """One line about a step: its size, speed, switch, and seconds in each layout."""
+    counts, seconds = report.counts, report.durations_s
+    if report.switches:
+        switch = report.switches[0]
+        switched = f"switch at {switch.live} live, pause {switch.pause_ms:.0f} ms"
+    elif report.cancelled:
+        switched = f"no switch ({report.cancelled[-1].reason})"
+    else:
+        switched = "no switch"
+    line = (
+        f"step {report.step}: {counts.prompts} prompts, {counts.samples} samples, {counts.output_tokens:,} tokens, "
+        f"{report.tokens_per_s:,.0f} tokens/s | {switched} | burst {seconds.burst:.2f} s, tail {seconds.tail:.2f} s"
+    )
+    return f"{line} | {extra}" if extra else line
+
+
+class RunFolder:
+    """The folder of one run. Starting a run removes the results of an earlier one in the same folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.rollouts = self.path / "rollouts.jsonl"
+        for old in [self.rollouts, self.path / "report.html", *self.path.glob("step_*.json")]:
+            old.unlink(missing_ok=True)
+
+    def add(self, report: StepReport | None, rollouts: Sequence[Rollout], answers: Sequence[str]) -> StepReport:
+        """Write the step's report, append its rollouts as JSON lines, and bring report.html up to date.
+
+        `answers[i]` belongs to prompt i. Returns the report; raises MoebiusError for None, a step without prompts.
+        """
+        from moebius.rollout.report_html import write_html
+
+        if report is None:
+            raise MoebiusError("a step without prompts has no report; give at least one prompt")
+        report.write(self.path)
+        with self.rollouts.open("a", encoding="utf-8") as lines:
+            for rollout in rollouts:
+                row = {"step": report.step, "answer": answers[rollout.prompt_index], **asdict(rollout)}
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+        write_html(self.path)
+        return report

@@ -1,0 +1,212 @@
+"""The rank actors of one group as a unit: every call goes to all ranks and is answered by all, or fails in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from moebius.rollout.config import RolloutConfig
+from moebius.rollout.errors import MoebiusError, RankDied
+from moebius.rollout.placement import reserve
+from moebius.rollout.shm import parse_ident, remove_own
+from moebius.rollout.worker import EngineError, EngineInfo, Progress, RankHost, RankSetup, RankWorker, actor_options
+
+POLL_S = 0.2  # between looks at the ranks while a call runs
+PROGRESS_S = 0.5  # between questions for progress
+SILENT_S = 60.0  # a rank that does not answer for this long counts as dead
+GRACE_S = 5.0  # after one rank raised an error: for the others to raise theirs
+SHUTDOWN_S = 15.0
+
+OnPoll = Callable[[Sequence[Progress]], None]
+
+
+class RankError(MoebiusError):
+    """A rank raised `cause`. `by_all`: every rank answered, so none is left waiting for another."""
+
+    def __init__(self, message: str, cause: BaseException, by_all: bool) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.by_all = by_all
+
+
+class Ranks:
+    """Started rank actors. Build with `Ranks.start`; `close` ends them, however they are."""
+
+    def __init__(self, handles: list[Any], placement: PlacementGroup) -> None:
+        self.handles = handles
+        self.hosts: list[RankHost] = []
+        self.ident = ""
+        self._placement = placement
+
+    @classmethod
+    def start(cls, config: RolloutConfig, device: str) -> tuple[Ranks, EngineInfo]:
+        """Place and start all ranks. Raises MoebiusError (RankDied, RankError) in words; nothing is left running."""
+        deadline = time.monotonic() + config.startup_timeout_s
+        placement = reserve(config, device)
+        actor = ray.remote(RankWorker)
+        handles = []
+        for rank in range(config.ranks):
+            where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
+            options = actor_options(device, config.cpus_per_rank)
+            handles.append(actor.options(**options, scheduling_strategy=where).remote(rank))
+        ranks = cls(handles, placement)
+        try:
+            return ranks, ranks._build_engines(config, device, deadline)
+        except BaseException:
+            ranks.close(gently=False)
+            raise
+
+    def _build_engines(self, config: RolloutConfig, device: str, deadline: float) -> EngineInfo:
+        def left() -> float:
+            return max(1.0, deadline - time.monotonic())
+
+        self.hosts = self.call("host", what="start-up", timeout_s=left())
+        devices = [device_id for host in self.hosts for device_id in host.devices]
+        if device == "cuda" and len(set(devices)) != config.ranks:
+            raise MoebiusError(f"each rank needs a GPU of its own, Ray gave {[host.devices for host in self.hosts]}")
+        self.ident, port = self.gather({self.handles[0].claim.remote(): 0}, what="start-up", timeout_s=left())[0]
+        setups = [
+            (RankSetup(config.engine, rank, config.ranks, device, devices, port, self.ident),)
+            for rank in range(config.ranks)
+        ]
+        infos: list[EngineInfo] = self.call("start", setups, what="start-up", timeout_s=left())
+        return infos[0]
+
+    def submit(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> dict[Any, int]:
+        """Send a call to every rank, `args[r]` to rank r; returns what `gather` takes."""
+        args = args if args is not None else [()] * len(self.handles)
+        return {getattr(h, method).remote(*a): r for r, (h, a) in enumerate(zip(self.handles, args, strict=True))}
+
+    def call(self, method: str, args: Sequence[tuple[Any, ...]] | None = None, **how: Any) -> list[Any]:
+        """`submit`, then `gather`."""
+        return self.gather(self.submit(method, args), **how)
+
+    def gather(
+        self,
+        refs: dict[Any, int],
+        *,
+        what: str,
+        timeout_s: float | None = None,
+        on_poll: OnPoll | None = None,
+    ) -> list[Any]:
+        """Answers in rank order. `what` names the call in errors; `on_poll` gets every rank's progress as it runs.
+
+        Raises:
+            RankDied: a rank's process ended, was silent for SILENT_S (only with `on_poll`), or the time ran out.
+            RankError: a rank raised an error.
+        """
+        pending = dict(refs)
+        answers: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        watch = _ProgressWatch(self) if on_poll else None
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=POLL_S)
+            for ref in ready:
+                rank = pending.pop(ref)
+                try:
+                    answers[rank] = ray.get(ref)
+                except RayActorError as error:
+                    raise RankDied(self._obituary(rank, what, error), rank=rank) from error
+                except RayTaskError as error:
+                    errors[rank] = error.cause if error.cause is not None else error
+                    deadline = min(deadline or float("inf"), time.monotonic() + GRACE_S)
+            now = time.monotonic()
+            if watch and on_poll and pending:
+                on_poll(watch.look())
+                silent = watch.silent(now)
+                if silent is not None:
+                    words = f"rank {silent} gave no sign of life for {SILENT_S:.0f} s during {what}"
+                    raise RankDied(words + self._log(silent), rank=silent)
+            if pending and deadline is not None and now > deadline:
+                break
+        if errors:
+            rank = min(errors)
+            cause = errors[rank]
+            kind = "" if isinstance(cause, EngineError) else f"{type(cause).__name__}: "
+            message = f"rank {rank} failed during {what}: {kind}{cause}{self._log_path(rank)}"
+            raise RankError(message, cause, by_all=not pending) from cause
+        if pending:
+            late = sorted(pending.values())
+            words = f"ranks {late} did not end {what} in time ({timeout_s or 0:.0f} s)"
+            raise RankDied(words + self._log(late[0]), rank=late[0])
+        return [answers[rank] for rank in sorted(answers)]
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Send a call to every rank without waiting for answers."""
+        for handle in self.handles:
+            getattr(handle, method).remote(*args)
+
+    def close(self, *, gently: bool) -> None:
+        """End all ranks: `gently` lets engines close first. Frees the placement and the shared memory. Never raises."""
+        if ray.is_initialized():
+            if gently:
+                refs = list(self.submit("shutdown"))
+                # A rank that cannot close in time or in order is killed below, like all others.
+                ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_S)
+            for handle in self.handles:
+                ray.kill(handle, no_restart=True)
+            remove_placement_group(self._placement)
+        ident = parse_ident(self.ident)
+        if ident is not None:
+            remove_own(ident)
+
+    def _obituary(self, rank: int, what: str, error: RayActorError) -> str:
+        if not self.hosts:  # it never came up, and Ray knows why
+            return f"the process of rank {rank} ended during {what}: {error}"
+        return f"the process of rank {rank} (pid {self.hosts[rank].pid}) ended during {what}{self._log(rank)}"
+
+    def _log_path(self, rank: int) -> str:
+        log_file = self.hosts[rank].log_file if self.hosts else None
+        return f"; its log is {log_file}" if log_file else ""
+
+    def _log(self, rank: int) -> str:
+        """Where the rank's output is, and its end if the file is on this machine."""
+        path = self._log_path(rank)
+        log_file = self.hosts[rank].log_file if path else None
+        if log_file is None or not Path(log_file).is_file():
+            return path
+        lines = Path(log_file).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-5:]
+        return path + "".join(f"\n  | {line}" for line in lines)
+
+
+class _ProgressWatch:
+    """Asks every rank for progress without ever waiting for an answer."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._handles = ranks.handles
+        self._latest = [Progress() for _ in self._handles]
+        self._asked: dict[Any, int] = {}
+        self._answered = [time.monotonic()] * len(self._handles)
+        self._next = 0.0
+
+    def look(self) -> list[Progress]:
+        """The latest known progress of every rank."""
+        now = time.monotonic()
+        if self._asked:
+            ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
+            for ref in ready:
+                rank = self._asked.pop(ref)
+                try:
+                    self._latest[rank] = ray.get(ref, timeout=1)
+                except (RayActorError, GetTimeoutError):  # the main call reports a dead rank
+                    continue
+                self._answered[rank] = now
+        if now >= self._next:
+            busy = set(self._asked.values())
+            for rank, handle in enumerate(self._handles):
+                if rank not in busy:
+                    self._asked[handle.progress.remote()] = rank
+            self._next = now + PROGRESS_S
+        return list(self._latest)
+
+    def silent(self, now: float) -> int | None:
+        """A rank that has not answered for SILENT_S, if there is one."""
+        return next((rank for rank, t in enumerate(self._answered) if now - t > SILENT_S), None)

@@ -1,0 +1,181 @@
+"""The fields of a step report, and how one is written and read. `docs/reports.md` explains each field."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moebius.rollout.errors import BadInput, validate
+
+SCHEMA_VERSION = 1
+Layout = Literal["EP", "TP"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Counts(_Part):
+    """Totals of the step."""
+
+    prompts: int = Field(ge=0, description="Prompts with at least one sample.")
+    samples: int = Field(ge=0, description="Samples, all of them finished.")
+    prompt_tokens: int = Field(ge=0, description="Tokens of the prompts, each prompt counted once.")
+    output_tokens: int = Field(ge=0, description="Tokens of all samples.")
+    finish_reasons: dict[FinishReason, int] = Field(description="Samples by finish reason; reasons not seen are 0.")
+
+
+class SampleEntry(_Part):
+    """One sample, without its tokens."""
+
+    prompt: int = Field(ge=0, description="Index of the prompt in the step.")
+    sample: int = Field(ge=0, description="Index of the sample within the prompt.")
+    rank: int = Field(ge=0, description="Rank that admitted it.")
+    prompt_tokens: int = Field(ge=0, description="Tokens of its prompt.")
+    output_tokens: int = Field(ge=0, description="Tokens it got.")
+    finish_reason: FinishReason = Field(description="stop, length or abort.")
+
+
+class TimelinePoint(_Part):
+    """One or more iterations in a row, as rank 0 saw them."""
+
+    t: float = Field(ge=0, description="Seconds since the step began, of the last of the iterations.")
+    layout: Layout = Field(description="Layout they ran in.")
+    live: int = Field(ge=0, description="Unfinished samples over all ranks after the last of them.")
+    tokens: int = Field(ge=0, description="Tokens sampled over all ranks, summed over the iterations.")
+    iteration_ms: float = Field(ge=0, description="Mean duration of an iteration in ms.")
+    iterations: int = Field(ge=1, description="Iterations merged into this point.")
+
+
+class Durations(_Part):
+    """Seconds of the step, of the rank that took longest. burst + switch + tail + other = total."""
+
+    total: float = Field(ge=0, description="The whole step.")
+    burst: float = Field(ge=0, description="Decoding in EP.")
+    switch: float = Field(ge=0, description="Switching with live requests.")
+    tail: float = Field(ge=0, description="Decoding in TP.")
+    other: float = Field(ge=0, description="The rest: admission, return to EP, collecting results.")
+
+
+class Phases(_Part):
+    """Milliseconds of each phase of a switch, each the longest over the ranks (so their sum may exceed the pause)."""
+
+    decide: float = Field(0.0, ge=0, description="Policy decision and capacity check.")
+    quiesce: float = Field(0.0, ge=0, description="Draining iterations in flight.")
+    export: float = Field(0.0, ge=0, description="Taking live requests out of the source runtime.")
+    gather: float = Field(0.0, ge=0, description="Exchanging request records between ranks.")
+    reshard: float = Field(0.0, ge=0, description="Moving expert bytes.")
+    kv: float = Field(0.0, ge=0, description="Moving KV pages.")
+    import_: float = Field(0.0, ge=0, alias="import", description="Entering requests into the target runtime.")
+    activate: float = Field(0.0, ge=0, description="Making the target runtime the running one.")
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_by_alias=True, serialize_by_alias=True
+    )
+
+
+class SwitchEntry(_Part):
+    """One switch with live requests, over all ranks."""
+
+    iteration: int = Field(ge=0, description="Iteration of the step it came before.")
+    t: float = Field(ge=0, description="Seconds since the step began, at its start.")
+    live: int = Field(ge=0, description="Live samples it moved.")
+    live_by_rank: list[int] = Field(description="The same by the rank that admitted them.")
+    kv_tokens: int = Field(ge=0, description="KV entries of the live samples, in tokens.")
+    phases_ms: Phases = Field(description="Milliseconds by phase.")
+    pause_ms: float = Field(ge=0, description="Milliseconds without decoding, longest over the ranks.")
+    expert_bytes: int = Field(ge=0, description="Expert bytes sent between ranks, summed over the ranks.")
+    kv_bytes: int = Field(ge=0, description="KV bytes sent between ranks, summed over the ranks.")
+    kv_use_before: float = Field(ge=0, le=1, description="Share of KV pages in use before, worst rank.")
+    kv_use_after: float = Field(ge=0, le=1, description="Share of KV pages in use after, worst rank.")
+
+
+class CancelledEntry(_Part):
+    """A switch that the capacity check refused; the step went on in EP."""
+
+    iteration: int = Field(ge=0, description="Iteration of the step.")
+    t: float = Field(ge=0, description="Seconds since the step began.")
+    live: int = Field(ge=0, description="Live samples then.")
+    reason: str = Field(description="Why it was refused.")
+
+
+class Percentiles(_Part):
+    """Percentiles of iteration durations in ms, over every iteration of a layout."""
+
+    p50: float = Field(ge=0, description="Median.")
+    p90: float = Field(ge=0, description="90th percentile.")
+    p99: float = Field(ge=0, description="99th percentile.")
+    count: int = Field(ge=1, description="Iterations.")
+
+
+class StepReport(_Part):
+    """What one rollout step did and how long each part took."""
+
+    schema_version: Literal[1] = Field(1, description="Version of this format.")
+    step: int = Field(ge=0, description="Number of the step.")
+    policy_version: int = Field(ge=0, description="Version of the weights.")
+    model: str = Field(description="Model as configured.")
+    ranks: int = Field(ge=1, description="Ranks of the switch group.")
+    device: str = Field(description="cpu, or the name of the GPU.")
+    created: str = Field(description="When the report was made, ISO 8601 in UTC.")
+    versions: dict[str, str] = Field(description="Versions of python and, where installed, torch, vllm and ray.")
+    counts: Counts = Field(description="Totals.")
+    samples: list[SampleEntry] = Field(description="Every sample, by prompt and sample index.")
+    timeline: list[TimelinePoint] = Field(description="Iterations in order, thinned to at most 512 points.")
+    durations_s: Durations = Field(description="Seconds by part.")
+    switches: list[SwitchEntry] = Field(description="Switches with live requests.")
+    cancelled: list[CancelledEntry] = Field(description="Switches that were refused.")
+    tokens_per_s: float = Field(ge=0, description="counts.output_tokens / durations_s.total; 0 for an empty step.")
+    iteration_ms: dict[Layout, Percentiles] = Field(description="Iteration durations by layout used.")
+    update_weights_s: float | None = Field(
+        None, ge=0, description="Seconds of the weight update before this step, null when there was none."
+    )
+    return_reshard_ms: float = Field(
+        0.0, ge=0, description="Milliseconds to move experts TP to EP at the start, longest over the ranks."
+    )
+
+    def write(self, directory: str | Path) -> Path:
+        """Write step_NNNN.json into `directory`, made if missing; returns its path. Readers never see half a file."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"step_{self.step:04d}.json"
+        temporary = directory / f".{path.name}.{os.getpid()}.tmp"
+        try:
+            temporary.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepReport:
+        """Read what `write` wrote. Raises BadInput for a missing or broken file or another schema version."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise BadInput(f"{path}: not valid JSON: {error}") from error
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise BadInput(f"{path}: schema_version is {version}, this version reads {SCHEMA_VERSION}")
+        return validate(cls, data, str(path))
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a step report file."""
+    return StepReport.model_json_schema(mode="serialization")
+
+
+def schema_text() -> str:
+    """The schema as kept in docs/step_report.schema.json."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    print(schema_text(), end="")

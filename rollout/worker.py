@@ -1,0 +1,263 @@
+"""The actor of one rank: owns its engine and answers questions while a step runs.
+
+vLLM reads its environment when it is imported and keeps thread-local state, so the environment is set first and every
+engine call goes to one dedicated thread; the actor's other threads answer `progress`, `abort` and `ping`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moebius.engine.config import EngineConfig
+from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
+from moebius.rollout.shm import clean_leftovers, make_ident, parse_ident, remove_own
+
+if TYPE_CHECKING:
+    from moebius.engine.engine import MoebiusEngine
+    from moebius.rollout.weights import Bucket
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class EngineError(RuntimeError):
+    """The engine or vLLM raised an exception of its own; the message begins with its name, the log has the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankHost:
+    """Where a rank's process lives. `devices` are the GPU ids that Ray gave it, empty on CPU."""
+
+    rank: int
+    pid: int
+    node: str
+    devices: list[str]
+    log_file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What a rank needs to build its engine. `devices[r]` is the GPU of rank r; empty on CPU."""
+
+    engine: EngineConfig
+    rank: int
+    world_size: int
+    device: str  # "cpu" | "cuda"
+    devices: list[str]
+    master_port: int
+    ident: str  # of the group, see moebius.rollout.shm
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the driver must know of the engine to check its input."""
+
+    max_model_len: int
+    vocab_size: int
+    policy_version: int
+    has_tokenizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """State of the running (or last) step: own finished samples and sampled tokens, unfinished ones over all ranks."""
+
+    done: int = 0
+    live: int = 0
+    layout: str = "EP"
+    tokens: int = 0
+
+
+def rank_environment(setup: RankSetup) -> dict[str, str]:
+    """Variables a rank must run with, whatever the cluster's environment says."""
+    env = {
+        "RANK": str(setup.rank),
+        "LOCAL_RANK": str(setup.rank),  # index into the group's own device list
+        "WORLD_SIZE": str(setup.world_size),
+        "MASTER_ADDR": "127.0.0.1",  # all ranks of a group are on one node
+        "MASTER_PORT": str(setup.master_port),
+        "MOEBIUS_GROUP_ID": setup.ident,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_KV_CACHE_LAYOUT": "HND",
+    }
+    if setup.device == "cpu":
+        return env | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return env | {
+        # Peers map each other's memory, so each rank sees all GPUs of its group, and Ray must not narrow that again.
+        "CUDA_VISIBLE_DEVICES": ",".join(setup.devices),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        # NVLink multicast stays off.
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+
+
+DEFAULT_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+class RankWorker:
+    """Methods of the rank actor; `moebius.rollout.ranks` turns the class into one. All are called by the driver."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._engine: MoebiusEngine | None = None
+        self._progress = Progress()
+        self._serial = 0  # of the latest run_step call
+        self._stepping = False
+        self._early_aborts: list[tuple[int, list[SampleKey] | None]] = []
+        self._abort_lock = threading.Lock()
+
+    def host(self) -> RankHost:
+        """Where this process runs, and the file that holds its standard error."""
+        import ray
+
+        context = ray.get_runtime_context()
+        try:
+            log_file: str | None = os.readlink("/proc/self/fd/2")
+        except OSError:  # no /proc: only the hint in error messages is lost
+            log_file = None
+        devices = [str(device) for device in context.get_accelerator_ids().get("GPU", [])]
+        return RankHost(self.rank, os.getpid(), context.get_node_id(), devices, log_file)
+
+    def claim(self) -> tuple[str, int]:
+        """Rank 0 only: clean up after dead runs on this node, then name the group and find a free port."""
+        clean_leftovers()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        return str(make_ident()), port
+
+    def start(self, setup: RankSetup) -> EngineInfo:
+        """Build the engine; a collective over all ranks of the group."""
+        os.environ.update(rank_environment(setup))
+        for name, value in DEFAULT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        return self._on_engine_thread(lambda: self._build(setup.engine))
+
+    def run_step(self, serial: int, requests: Sequence[SampleRequest]) -> StepOutcome:
+        """Decode this rank's own requests; a collective over all ranks. `serial` counts these calls, for `abort`."""
+        self._progress = Progress()
+
+        def step() -> StepOutcome:
+            engine = self._running()
+            with self._abort_lock:
+                self._serial, self._stepping = serial, True
+                for _, keys in (early for early in self._early_aborts if early[0] == serial):
+                    engine.abort(keys)
+                self._early_aborts = []
+            try:
+                return engine.run_step(list(requests), on_iteration=self._iterated)
+            finally:
+                with self._abort_lock:
+                    self._stepping = False
+
+        return self._on_engine_thread(step)
+
+    def begin_update(self, version: int) -> None:
+        """Open a weight update."""
+        self._on_engine_thread(lambda: self._running().begin_update(version))
+
+    def update_tensors(self, bucket: Bucket) -> None:
+        """Load one bucket of the open update. Raises ValueError for tensors the model does not have."""
+
+        def load() -> None:
+            with warnings.catch_warnings():
+                # The bucket is mapped read-only from the object store; the engine only copies out of it.
+                warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
+                tensors = bucket.tensors()
+            self._running().update_tensors(tensors)
+
+        self._on_engine_thread(load)
+
+    def commit_update(self) -> None:
+        """Close the open update. Raises ValueError when tensors are missing."""
+        self._on_engine_thread(lambda: self._running().commit_update())
+
+    def abort(self, serial: int, keys: list[SampleKey] | None) -> None:
+        """End samples of step `serial` (None: all) with the tokens they have. Does not wait.
+
+        Calls may overtake each other: an abort that comes before its step is kept for it, one that comes after its
+        step is dropped, as the engine would apply it to the next.
+        """
+        with self._abort_lock:
+            if serial > self._serial:
+                self._early_aborts.append((serial, keys))
+            elif serial == self._serial and self._stepping and self._engine is not None:
+                self._engine.abort(keys)
+
+    def progress(self) -> Progress:
+        """State of the running step; answers while it runs."""
+        return self._progress
+
+    def ping(self) -> int:
+        """The rank; answers while a step runs."""
+        return self.rank
+
+    def pid(self) -> int:
+        """Process id on the rank's node."""
+        return os.getpid()
+
+    def shutdown(self) -> None:
+        """Close the engine, and as rank 0 remove the group's shared memory. Waits for a running step."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._on_engine_thread(engine.shutdown)
+        ident = parse_ident(os.environ.get("MOEBIUS_GROUP_ID", ""))
+        if ident is not None and self.rank == 0:
+            remove_own(ident)
+
+    def _build(self, config: EngineConfig) -> EngineInfo:
+        from moebius.engine.engine import MoebiusEngine  # imports vLLM
+
+        engine = MoebiusEngine(config)
+        self._engine = engine
+        return EngineInfo(
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            policy_version=engine.policy_version,
+            has_tokenizer=engine.tokenizer is not None,
+        )
+
+    def _running(self) -> MoebiusEngine:
+        if self._engine is None:
+            raise RuntimeError(f"rank {self.rank} has no engine: it was not started, or was shut down")
+        return self._engine
+
+    def _on_engine_thread(self, call: Callable[[], T]) -> T:
+        try:
+            return self._thread.submit(call).result()
+        except Exception as error:
+            if type(error).__module__ == "builtins":
+                raise
+            # The driver could unpickle the engine's own exceptions only by importing the engine and vLLM.
+            _log.exception("rank %d", self.rank)
+            kind = ValueError if isinstance(error, ValueError) else EngineError
+            raise kind(f"{type(error).__name__}: {error}") from None
+
+    def _iterated(self, done: int, live: int, layout: str, tokens: int) -> None:
+        self._progress = Progress(done, live, layout, self._progress.tokens + tokens)
+
+
+def actor_options(device: str, cpus: float) -> dict[str, Any]:
+    """Ray options of a rank actor. It is never restarted by Ray: a group lives and dies as a whole."""
+    return {
+        "num_cpus": cpus,
+        "num_gpus": 1 if device == "cuda" else 0,
+        "max_concurrency": 8,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }

@@ -1,0 +1,111 @@
+"""Real engines for tests: one process per rank, driven over pipes. No Ray here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_KV_CACHE_LAYOUT": "HND",
+    "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(pipe: Any, environment: dict[str, str], make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    try:
+        subject = make(*arguments)
+        pipe.send((True, None))
+        while (message := pipe.recv()) is not None:
+            function, args = message
+            try:
+                pipe.send((True, function(subject, *args)))
+            except Exception as error:  # reported to the test, which decides
+                pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    except Exception as error:
+        pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+
+
+class RankError(AssertionError):
+    """A call failed on a rank; `kind` is the exception's class name there."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"rank {rank}: {kind}: {message}\n{trace}")
+        self.kind, self.message = kind, message
+
+
+class Fleet:
+    """`make(*arguments)` in every rank process; `call` runs a picklable function on the result in all of them."""
+
+    def __init__(self, ranks: int, make: Callable[..., Any], *arguments: Any, timeout_s: float = 240) -> None:
+        context = get_context("spawn")
+        port = str(free_port())
+        self.timeout_s = timeout_s
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe()
+            environment = ENVIRONMENT | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_PORT": port,
+                "MOEBIUS_GROUP_ID": f"moebius-{os.getpid()}-0-{port}",
+            }
+            process = context.Process(target=_serve, args=(theirs, environment, make, arguments), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+        self._collect()
+
+    def call(self, function: Callable[..., Any], *args: Any, per_rank: list[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Results by rank. `per_rank[r]` are further arguments for rank r."""
+        for rank, pipe in enumerate(self.pipes):
+            pipe.send((function, (*args, *(per_rank[rank] if per_rank else ()))))
+        return self._collect()
+
+    def _collect(self) -> list[Any]:
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(self.timeout_s):
+                self.kill()
+                raise RankError(rank, "Timeout", f"no answer within {self.timeout_s} s", "")
+            ok, value = pipe.recv()
+            if not ok:
+                # The other ranks may wait in a collective for this one.
+                others = [p.recv() if p.poll(5) else None for p in self.pipes[rank + 1 :]]
+                del others
+                raise RankError(rank, *value)
+            results.append(value)
+        return results
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                continue  # that rank has ended already
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()

@@ -1,0 +1,157 @@
+"""What the engine tests run inside rank processes, and how they compare outcomes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+from moebius.engine.config import EngineConfig, PolicyConfig
+from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
+from moebius.kernels.noise import derive_seed
+
+EP, TP = PolicyConfig(kind="static_ep"), PolicyConfig(kind="static_tp")
+
+
+def config(model: str, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "model": model,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 256,
+        "block_size": 16,
+        "kv_cache_bytes": 32 << 20,
+        "enable_prefix_caching": False,
+    }
+    return EngineConfig(**(settings | changes))
+
+
+def make_engine(settings: EngineConfig) -> Any:
+    from moebius.engine.engine import MoebiusEngine
+
+    return MoebiusEngine(settings)
+
+
+def run(engine: Any, policy: PolicyConfig, requests: list[SampleRequest]) -> StepOutcome:
+    """One step under `policy`."""
+    engine.policy.config = policy
+    return engine.run_step(requests)
+
+
+class PlainEngine:
+    """A stock vLLM engine with one process, no change but the sampler: the reference."""
+
+    def __init__(self, settings: EngineConfig) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from moebius.engine import sampler
+
+        self.front: Any = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=settings.model,
+                dtype="float32",
+                max_model_len=settings.max_model_len,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                block_size=settings.block_size,
+                kv_cache_memory_bytes=settings.kv_cache_bytes,
+                enable_prefix_caching=False,
+                enforce_eager=True,
+                disable_log_stats=True,
+                async_scheduling=False,
+                logprobs_mode=settings.logprobs_mode,
+            )
+        )
+        sampler.install(self.front.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
+
+
+def plain_run(engine: PlainEngine, requests: list[SampleRequest]) -> dict[SampleKey, tuple[Any, ...]]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from moebius.engine.sampler import SEED_FIELD
+
+    keys = {}
+    for r in requests:
+        params = SamplingParams(
+            **r.sampling, extra_args={SEED_FIELD: r.seed}, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        name = f"{r.key.prompt}:{r.key.sample}"
+        keys[name] = r.key
+        engine.front.add_request(name, {"prompt_token_ids": r.prompt_token_ids}, params)
+    done = {}
+    while engine.front.has_unfinished_requests():
+        for output in engine.front.step():
+            c = output.outputs[0]
+            lps = [entry[t].logprob for t, entry in zip(c.token_ids, c.logprobs, strict=True)] if c.logprobs else None
+            done[keys[output.request_id]] = (list(c.token_ids), str(c.finish_reason), c.stop_reason, c.text, lps)
+    return done
+
+
+def split(requests: list[SampleRequest], ranks: int, rule: str = "round") -> list[tuple[list[SampleRequest]]]:
+    """Per-rank argument lists for Fleet.call: round robin, or all on rank 0, or skewed."""
+    parts: list[list[SampleRequest]] = [[] for _ in range(ranks)]
+    for i, request in enumerate(requests):
+        parts[{"round": i % ranks, "first": 0, "skew": 0 if i % 5 else 1}[rule]].append(request)
+    return [(part,) for part in parts]
+
+
+def collect(outcomes: list[StepOutcome]) -> dict[SampleKey, tuple[Any, ...]]:
+    """Every sample's outcome by key; fails on a sample that came back twice."""
+    merged: dict[SampleKey, tuple[Any, ...]] = {}
+    for outcome in outcomes:
+        for r in outcome.results:
+            assert r.key not in merged, f"{r.key} came back twice"
+            merged[r.key] = (r.token_ids, r.finish_reason, r.stop_reason, r.text, r.logprobs)
+    return merged
+
+
+def assert_same(got: dict[SampleKey, Any], want: dict[SampleKey, Any], tolerance: float = 2e-3) -> None:
+    """Tokens, finish and stop reasons and text equal; logprobs of sampled tokens within `tolerance`."""
+    assert sorted(got) == sorted(want)
+    for key in want:
+        assert got[key][:4] == want[key][:4], f"{key}: {got[key][:4]} instead of {want[key][:4]}"
+        a, b = got[key][4], want[key][4]
+        assert (a is None) == (b is None)
+        if a:
+            worst = max(abs(x - y) for x, y in zip(a, b, strict=True))
+            assert worst <= tolerance, f"{key}: logprobs differ by {worst}"
+
+
+def rich_sampling(i: int, max_tokens: int) -> dict[str, Any]:
+    """The i-th of a cycle over everything a sampling request can ask for."""
+    base: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 0}
+    return [
+        base | {"temperature": 0.0, "ignore_eos": True},
+        base | {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1, "ignore_eos": True},
+        base | {"temperature": 0.8, "min_p": 0.05, "frequency_penalty": 0.4, "presence_penalty": 0.3},
+        base | {"temperature": 1.0, "logit_bias": {5: 2.0, 9: -3.0}, "min_tokens": max_tokens // 2,
+                "stop_token_ids": list(range(200, 330))},
+        base | {"temperature": 1.2, "allowed_token_ids": list(range(20, 300)), "logprobs": 3, "ignore_eos": True},
+        base | {"temperature": 1.0, "stop": ["e", "th", "12"], "min_tokens": 3},
+        base | {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": list(range(100, 260))},
+        base | {"temperature": 0.7, "top_p": 0.95, "bad_words": ["the"]},
+    ][i % 8]  # fmt: skip
+
+
+def rich_requests(count: int, seed: int = 0, step: int = 0, samples: int = 2, longest: int = 60) -> list[SampleRequest]:
+    """`count` prompts with `samples` samples each, of all sampling kinds, prompts of 1..90 tokens."""
+    r = random.Random(seed)
+    requests = []
+    for p in range(count):
+        prompt = [r.randrange(3, 512) for _ in range(r.randrange(1, 90))]
+        for s in range(samples):
+            fields = rich_sampling(p, r.randrange(8, longest))
+            requests.append(SampleRequest(SampleKey(p, s), prompt, fields, derive_seed(seed, step, p, s)))
+    return requests
+
+
+def expert_hashes(engine: Any, layout: str) -> list[str]:
+    """Hash of each layer's expert bytes in `layout`."""
+    runtime = engine.pair.ep if layout == "EP" else engine.pair.tp
+    return [
+        hashlib.sha256(m.w13_weight.detach().numpy().tobytes() + m.w2_weight.detach().numpy().tobytes()).hexdigest()
+        for m in runtime.expert_modules
+    ]
