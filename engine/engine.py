@@ -186,11 +186,18 @@ class MoebiusEngine:
             waiting_aborts = []
             if live == 0:
                 return
+            self._check_nothing_lost()
             if self.pair.layout is Layout.EP and self.policy.wants_tp(iteration, live):
                 self._try_switch(stats, iteration, live, started)
             iteration_started = time.perf_counter()
             tokens, waiting_aborts = self._iterate(results)
             iteration += 1
+
+    def _check_nothing_lost(self) -> None:
+        """An unfinished request the scheduler does not know would never end."""
+        known = self.pair.active.scheduler.get_num_unfinished_requests()
+        if known < len(self._keys):
+            raise EngineDirty(f"{len(self._keys)} requests of rank {self.rank} are unfinished, its core has {known}")
 
     def _exchange(self, tokens: int, aborting: bool) -> tuple[int, int, bool]:
         """One small collective per iteration: unfinished samples, tokens of the last iteration, aborts waiting."""

@@ -141,9 +141,7 @@ class CollectiveMover:
         size = int(torch.Size(shape).numel()) * dtype.itemsize
         kept = self._staging.get(name)
         if kept is None or kept.numel() < size or kept.device != device:
-            # An inference tensor could not be written outside inference mode later.
-            with torch.inference_mode(False):
-                kept = self._staging[name] = torch.empty(size, dtype=torch.uint8, device=device)
+            kept = self._staging[name] = torch.empty(size, dtype=torch.uint8, device=device)
         return kept[:size].view(dtype).view(tuple(shape))
 
     def _to_peers(self, tensor: torch.Tensor) -> int:

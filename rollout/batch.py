@@ -55,7 +55,7 @@ def to_token_ids(prompt: Prompt, index: int, limits: Limits, tokenizer: Callable
 
 
 def _token_id(token: Any, where: str) -> int:
-    value = token.item() if hasattr(token, "item") else token  # numpy and torch scalars
+    value = token.item() if getattr(token, "ndim", None) == 0 else token  # numpy and torch scalars
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise BadInput(f"{where}: token ids must be integers, got {token!r}")

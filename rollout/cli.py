@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +47,8 @@ def main(
     ] = False,
 ) -> None:
     """Options of all commands."""
+    # Ray announces a coming change of its defaults at every start; rank actors do not depend on it.
+    warnings.filterwarnings("ignore", message="Tip: In future versions of Ray", category=FutureWarning)
 
 
 @app.command()
@@ -97,7 +100,7 @@ def rollout(
 
     console = Console()
     run = RunFolder(out)
-    console.print(f"starting {settings.ranks} ranks with {settings.engine.model} ...", highlight=False)
+    console.print(f"starting {settings.ranks} ranks with {settings.engine.model} ...", highlight=False, soft_wrap=True)
     with RolloutGroup(settings) as group:
         for step in range(steps):
             with StepProgress(console, f"step {step}", len(questions) * n) as progress:
@@ -109,10 +112,10 @@ def rollout(
                     lengths=lengths,
                 )
             done = run.add(group.last_report, rollouts, [question.answer for question in questions])
-            console.print(step_line(done), highlight=False)
+            console.print(step_line(done), highlight=False, soft_wrap=True)
             if capture_lengths is not None:
                 LengthTrace.from_report(done).save(capture_lengths)
-    console.print(f"report: {run.path / 'report.html'}", highlight=False)
+    console.print(f"report: {run.path / 'report.html'}", highlight=False, soft_wrap=True)
 
 
 @app.command()

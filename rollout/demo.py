@@ -91,12 +91,12 @@ def run_demo(
             rewards = [[math_reward(s.text or "", answers[r.prompt_index]) for s in r.samples] for r in rollouts]
             mean = sum(map(sum, rewards)) / (prompts * n)
             report = run.add(group.last_report, rollouts, answers)
-            console.print(step_line(report, f"reward {mean:.3f}"), highlight=False)
+            console.print(step_line(report, f"reward {mean:.3f}"), highlight=False, soft_wrap=True)
             if step + 1 < steps:
                 perturb(weights, advantages(rewards), seed=step)
                 group.update_weights(weights.items(), version=step + 1)
     page = run.path / "report.html"
-    console.print(f"report: {page}", highlight=False)
+    console.print(f"report: {page}", highlight=False, soft_wrap=True)
     return page
 
 

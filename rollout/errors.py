@@ -16,15 +16,15 @@ class MoebiusError(RuntimeError):
     """Base of every error this package raises on purpose."""
 
 
-class BadInput(ValueError, MoebiusError):  # noqa: N818  (named for what happened)
+class BadInput(ValueError, MoebiusError):
     """A setting, file or argument is wrong. The message names it and says what to do."""
 
 
-class GroupNotReady(MoebiusError):  # noqa: N818  (named for what happened)
+class GroupNotReady(MoebiusError):
     """The group cannot serve: not started, shut down, a rank died or a weight update failed. The message says which."""
 
 
-class RankDied(MoebiusError):  # noqa: N818  (named for what happened)
+class RankDied(MoebiusError):
     """A rank's process ended or stopped answering. `rank` and, if one was running, `step` say which."""
 
     def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
@@ -33,7 +33,7 @@ class RankDied(MoebiusError):  # noqa: N818  (named for what happened)
         self.step = step
 
 
-class IncompleteStep(MoebiusError):  # noqa: N818  (named for what happened)
+class IncompleteStep(MoebiusError):
     """A step ended without every sample it was asked for."""
 
 

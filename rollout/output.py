@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class StepProgress:
-    """A progress bar over the samples of one step; a context manager. `update` fits RolloutGroup's `on_progress`."""
+    """A progress bar over the samples of one step, on terminals only; a context manager.
+
+    `update` has the signature of RolloutGroup's `on_progress`.
+    """
 
     def __init__(self, console: Console, description: str, total: int) -> None:
         self._progress = Progress(
@@ -31,6 +34,7 @@ class StepProgress:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task(description, total=total, tokens=0, live=0, layout="-")
 

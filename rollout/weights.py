@@ -41,7 +41,7 @@ class Bucket:
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors on CPU, as views of `data`."""
         flat = torch.from_numpy(self.data)
-        return [(e.name, flat[e.offset : e.offset + e.nbytes].view(e.dtype).view(e.shape)) for e in self.entries]
+        return [(e.name, _view(flat, e)) for e in self.entries]
 
 
 def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
@@ -93,6 +93,12 @@ def _pack(pairs: list[tuple[str, torch.Tensor]]) -> Bucket:
     for (_, view), (_, tensor) in zip(Bucket(data, entries).tensors(), pairs, strict=True):
         view.copy_(tensor)
     return Bucket(data, entries)
+
+
+def _view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+    if entry.nbytes == 0:  # torch cannot reinterpret no bytes
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return flat[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
 
 
 def _aligned(nbytes: int) -> int:

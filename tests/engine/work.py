@@ -155,3 +155,78 @@ def expert_hashes(engine: Any, layout: str) -> list[str]:
         hashlib.sha256(m.w13_weight.detach().numpy().tobytes() + m.w2_weight.detach().numpy().tobytes()).hexdigest()
         for m in runtime.expert_modules
     ]
+
+
+def run_with_aborts(
+    engine: Any,
+    policy: PolicyConfig,
+    aborts: dict[str, list[SampleKey]],
+    requests: list[SampleRequest],
+) -> StepOutcome:
+    """A step in which `aborts[moment]` are aborted: moment is "before", "switch" or the number of an iteration."""
+    iteration = 0
+
+    def on_iteration(done: int, live: int, layout: str, tokens: int) -> None:
+        nonlocal iteration
+        iteration += 1
+        engine.abort(aborts.get(str(iteration), []))
+
+    gather = type(engine.switcher)._gather
+
+    def aborting_gather(*args: Any) -> Any:
+        engine.abort(aborts.get("switch", []))
+        return gather(engine.switcher, *args)
+
+    engine.policy.config = policy
+    engine.switcher._gather = aborting_gather
+    engine.abort(aborts.get("before", []))
+    try:
+        return engine.run_step(requests, on_iteration=on_iteration)
+    finally:
+        del engine.switcher._gather
+
+
+def load_checkpoint(engine: Any, directory: str, version: int, fused: bool) -> None:
+    """A full weight update from a checkpoint directory, in several calls, per expert or fused."""
+    from safetensors.torch import load_file
+
+    from moebius.engine.weights import ExpectedWeights
+
+    tensors = load_file(f"{directory}/model.safetensors")
+    if fused:
+        tensors = fuse(tensors, ExpectedWeights.from_model(directory))
+    engine.begin_update(version)
+    items = list(tensors.items())
+    for start in range(0, len(items), 7):
+        engine.update_tensors(items[start : start + 7])
+    engine.commit_update()
+
+
+def fuse(tensors: dict[str, Any], expected: Any) -> dict[str, Any]:
+    """Per-expert tensors stacked into the fused names a transformers 5 module uses."""
+    import torch
+
+    fused = {}
+    for name in expected.shapes:
+        parts = [tensors[part] for part in expected.parts_of(name)]
+        if parts == [tensors.get(name)] or len(parts) == 1:
+            fused[name] = parts[0]
+        elif "gate_up" in name:
+            fused[name] = torch.stack([torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)])
+        else:
+            fused[name] = torch.stack(parts)
+    return fused
+
+
+def addresses(engine: Any) -> tuple[list[int], list[int]]:
+    return engine.pair.ep.addresses(), engine.pair.tp.addresses()
+
+
+def round_trip_hashes(engine: Any) -> tuple[list[str], list[str]]:
+    """Expert hashes in EP before and after EP->TP->EP, with everything between poisoned slots."""
+    from moebius.engine.layout import Layout
+
+    before = expert_hashes(engine, "EP")
+    engine.switcher.reshard(Layout.TP)
+    engine.switcher.reshard(Layout.EP)
+    return before, expert_hashes(engine, "EP")

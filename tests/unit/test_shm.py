@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from moebius.rollout.shm import (
     Ident,
     clean_leftovers,

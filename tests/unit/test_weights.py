@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from moebius.engine.weights import ExpectedWeights, WeightSession
 
 EXPERTS, WIDTH, HIDDEN, LAYERS = 4, 8, 16, 2
@@ -128,7 +129,7 @@ def test_integer_tensors_are_refused(expected):
 def test_duplicates_are_refused(expected, fused):
     session = WeightSession(expected)
     session.accept("model.norm.weight", fused["model.norm.weight"])
-    with pytest.raises(ValueError, match="'model.norm.weight' was sent twice in one update$"):
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' was sent twice in one update$"):
         session.accept("model.norm.weight", fused["model.norm.weight"])
     session.accept(f"{BLOCK}.2.up_proj.weight", torch.zeros(WIDTH, HIDDEN))
     with pytest.raises(ValueError, match=r"gate_up_proj' was sent twice .*experts\.2\.up_proj"):

@@ -1,0 +1,99 @@
+"""Switches that do not fit, requests and weights that are not valid: refused in words, and the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moebius.engine.config import PolicyConfig
+from moebius.engine.types import SampleKey, SampleRequest
+from moebius.rollout.demo import make_tiny_model
+
+from tests.engine import work
+from tests.engine.fleet import Fleet, RankError
+
+
+@pytest.fixture(scope="module")
+def one_head_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One KV head on two ranks: TP replicates it, so TP holds half of what both EP ranks hold together."""
+    model: Path = tmp_path_factory.mktemp("one-head") / "model"
+    make_tiny_model(model, heads=4, kv_heads=1, num_layers=2)
+    page = 2 * 16 * 2 * 64 * 4  # layers x tokens x (K, V) x head_dim x fp32
+    settings = work.config(str(model), kv_cache_bytes=33 * page, max_model_len=256)
+    fleet = Fleet(2, work.make_engine, settings)
+    yield fleet
+    fleet.close()
+
+
+def long_requests(count: int, tokens: int) -> list[SampleRequest]:
+    sampling = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
+    return [SampleRequest(SampleKey(p, 0), [5 + p] * 60, sampling, 100 + p) for p in range(count)]
+
+
+def test_switch_that_does_not_fit_is_cancelled_and_retried(one_head_fleet: Fleet) -> None:
+    requests = long_requests(12, 24) + [
+        SampleRequest(SampleKey(99, 0), [9] * 20, {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}, 1)
+    ]
+    policy = PolicyConfig(kind="scheduled", at_iteration=8, cooldown_iterations=5)
+    outcomes = one_head_fleet.call(work.run, policy, per_rank=work.split(requests, 2))
+    stats = outcomes[0].stats
+    assert stats.cancelled and "pages" in stats.cancelled[0].reason
+    gaps = [b.iteration - a.iteration for a, b in zip(stats.cancelled, stats.cancelled[1:], strict=False)]
+    assert all(gap == 5 for gap in gaps)
+    assert len(stats.switches) == 1 and stats.switches[0].live == 1, "it fits once the others are done"
+    got = work.collect(outcomes)
+    want = work.collect(one_head_fleet.call(work.run, work.EP, per_rank=work.split(requests, 2)))
+    work.assert_same(got, want)
+
+
+def test_switch_that_never_fits(one_head_fleet: Fleet) -> None:
+    requests = long_requests(12, 16)
+    policy = PolicyConfig(kind="scheduled", at_iteration=6, cooldown_iterations=1000)
+    outcomes = one_head_fleet.call(work.run, policy, per_rank=work.split(requests, 2))
+    assert not outcomes[0].stats.switches
+    assert len(outcomes[0].stats.cancelled) == 1
+    assert {len(r.token_ids) for o in outcomes for r in o.results} == {16}
+
+
+def test_request_vllm_refuses_is_named_and_nothing_starts(fleet: Fleet) -> None:
+    good = SampleRequest(SampleKey(0, 0), [5, 6], {"max_tokens": 4, "temperature": 0.0}, 1)
+    bad = SampleRequest(SampleKey(1, 3), [5, 6], {"max_tokens": 4, "temperature": -2.0}, 1)
+    for parts in ([([good],), ([bad],)], [([good, bad],), ([],)]):
+        with pytest.raises(RankError, match=r"prompt 1, sample 3.*temperature") as error:
+            fleet.call(work.run, work.EP, per_rank=parts)
+        assert error.value.kind == "RequestRefused"
+    outcomes = fleet.call(work.run, work.EP, per_rank=[([good],), ([],)])
+    assert [r.key for r in outcomes[0].results] == [good.key]
+
+
+def update_with(engine: Any, directory: str, change: str) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(f"{directory}/model.safetensors")
+    name = next(n for n in tensors if n.endswith("q_proj.weight"))
+    match change:
+        case "missing":
+            del tensors[name]
+        case "unknown":
+            tensors["model.layers.0.nonsense"] = tensors[name]
+        case "shape":
+            tensors[name] = tensors[name][:-1]
+    engine.begin_update(7)
+    engine.update_tensors(list(tensors.items()))
+    engine.commit_update()
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_failed_update_is_refused_until_a_full_one(fleet: Fleet, models: list[str], change: str) -> None:
+    request = SampleRequest(SampleKey(0, 0), [5, 6], {"max_tokens": 4, "temperature": 0.0}, 1)
+    with pytest.raises(RankError) as error:
+        fleet.call(update_with, models[0], change)
+    assert error.value.kind == "ValueError"
+    with pytest.raises(RankError, match="version 7 .*send a full update") as error:
+        fleet.call(work.run, work.EP, per_rank=[([request],), ([],)])
+    assert error.value.kind == "EngineDirty"
+    fleet.call(work.load_checkpoint, models[0], 8, False)
+    outcomes = fleet.call(work.run, work.TP, per_rank=[([request],), ([],)])
+    assert outcomes[0].results[0].policy_version == 8

@@ -1,0 +1,136 @@
+"""The rank actor's own logic, with a stand-in for the engine: threads, aborts, errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from moebius.engine.config import EngineConfig
+from moebius.engine.types import SampleKey, StepOutcome, StepStats
+from moebius.rollout.worker import EngineError, Progress, RankSetup, RankWorker, rank_environment
+
+
+class SlowEngine:
+    """Runs a step until told to finish, and keeps aborts until the end of the next step, as the engine does."""
+
+    def __init__(self) -> None:
+        self.started, self.finish = threading.Event(), threading.Event()
+        self.aborts: list[Any] = []
+        self.seen: list[list[Any]] = []  # aborts in force, by step
+        self.threads: set[str] = set()
+
+    def run_step(self, requests: list[Any], on_iteration: Any) -> StepOutcome:
+        self.threads.add(threading.current_thread().name)
+        on_iteration(1, 5, "EP", 3)
+        on_iteration(2, 4, "TP", 4)
+        self.started.set()
+        assert self.finish.wait(10)
+        self.seen.append(self.aborts)
+        self.aborts = []
+        return StepOutcome([], StepStats(rank=0, world_size=2))
+
+    def abort(self, keys: Any) -> None:
+        self.aborts.append(keys)
+
+    def begin_update(self, version: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        raise {0: ValueError("no"), 1: KeyError("x"), 2: OddError("odd"), 3: OddValueError("odd")}[version]
+
+
+class OddError(Exception):
+    """An exception class that the driver does not have."""
+
+
+class OddValueError(ValueError):
+    """Likewise, but about a value."""
+
+
+@pytest.fixture
+def engine() -> SlowEngine:
+    return SlowEngine()
+
+
+@pytest.fixture
+def worker(engine: SlowEngine) -> RankWorker:
+    worker = RankWorker(0)
+    worker._engine = engine  # type: ignore[assignment]
+    return worker
+
+
+def run_in_background(worker: RankWorker, serial: int) -> threading.Thread:
+    thread = threading.Thread(target=worker.run_step, args=(serial, []))
+    thread.start()
+    return thread
+
+
+def test_questions_are_answered_during_a_step(worker, engine):
+    thread = run_in_background(worker, 1)
+    assert engine.started.wait(10)
+    assert worker.ping() == 0
+    assert worker.progress() == Progress(done=2, live=4, layout="TP", tokens=7)
+    engine.finish.set()
+    thread.join()
+
+
+def test_all_engine_calls_come_from_one_thread(worker, engine):
+    engine.finish.set()
+    for serial in (1, 2):
+        run_in_background(worker, serial).join()
+    with pytest.raises(ValueError, match="no"):
+        worker.begin_update(0)
+    assert len(engine.threads) == 1
+    assert threading.current_thread().name not in engine.threads
+
+
+def test_aborts_reach_their_own_step_only(worker, engine):
+    worker.abort(1, [SampleKey(0, 0)])  # overtakes its step
+    thread = run_in_background(worker, 1)
+    assert engine.started.wait(10)
+    worker.abort(1, None)
+    engine.finish.set()
+    thread.join()
+    worker.abort(1, None)  # too late
+    run_in_background(worker, 2).join()
+    assert engine.seen == [[[SampleKey(0, 0)], None], []]
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "words"),
+    [(0, ValueError, "^no$"), (1, KeyError, "x"), (2, EngineError, "^OddError: odd$"), (3, ValueError, "^OddValue")],
+)
+def test_errors_are_ones_the_driver_can_load(worker, version, kind, words):
+    with pytest.raises(kind, match=words) as error:
+        worker.begin_update(version)
+    assert error.type.__module__ in ("builtins", "moebius.rollout.worker")
+
+
+def test_calls_before_start_are_refused():
+    with pytest.raises(RuntimeError, match="rank 1 has no engine"):
+        RankWorker(1).run_step(1, [])
+
+
+def test_environment_of_a_gpu_rank():
+    setup = RankSetup(EngineConfig(model="m"), 1, 2, "cuda", ["4", "6"], 1234, "moebius-1-2-00000000")
+    env = rank_environment(setup)
+    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["MASTER_PORT"]) == ("1", "1", "2", "1234")
+    assert env["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert env["NCCL_NVLS_ENABLE"] == "0"
+    assert "OMP_NUM_THREADS" not in env
+
+
+def test_environment_of_a_cpu_rank():
+    env = rank_environment(RankSetup(EngineConfig(model="m"), 0, 2, "cpu", [], 1234, "moebius-1-2-00000000"))
+    assert env["OMP_NUM_THREADS"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in env
+    assert env["MOEBIUS_GROUP_ID"] == "moebius-1-2-00000000"
+
+
+@pytest.mark.parametrize(("module", "forbidden"), [("group", ["vllm"]), ("worker", ["vllm", "torch"])])
+def test_importing_it_does_not_import_vllm(module, forbidden):
+    code = f"import sys, moebius.rollout.{module}; print([m for m in {forbidden} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
