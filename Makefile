@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/pip --quiet --disable-pip-version-check install
+PIP := $(BIN)/pip -qq --disable-pip-version-check install
 
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1

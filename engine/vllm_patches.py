@@ -96,6 +96,13 @@ def apply() -> None:
         raise PatchError(f"changes to vLLM did not take hold: {', '.join(broken)}")
 
 
+def fix_upstream() -> None:
+    """Only the corrections of upstream faults: for a stock engine that is compared with this one."""
+    require_version()
+    for owner, name, make in _upstream_fixes():
+        _replace(owner, name, make)
+
+
 def check() -> list[str]:
     """Apply everything and return the names of the changed places; for `moebius doctor`."""
     apply()
@@ -108,14 +115,21 @@ def check() -> list[str]:
 Target = tuple[Any, str, Callable[[Any], Any]]
 
 
-def _common_changes() -> list[Target]:
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+def _upstream_fixes() -> list[Target]:
     from vllm.v1.worker.gpu_input_batch import InputBatch
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     return [
         (InputBatch, "add_request", _fresh_allowed_ids_row),
         (InputBatch, "swap_states", _swapped_allowed_ids_rows),
+    ]
+
+
+def _common_changes() -> list[Target]:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return [
+        *_upstream_fixes(),
         (UnquantizedFusedMoEMethod, "create_weights", _expert_parameters_in_slots),
         (GPUModelRunner, "_allocate_kv_cache_tensors", _kv_in_slots),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import warnings
 from typing import Any
 
 import ray
@@ -37,7 +38,9 @@ def connect(config: RolloutConfig) -> None:
         return
     # CPUs are only Ray's bookkeeping: a small machine may run more ranks than it has cores.
     cpus = max(os.cpu_count() or 1, math.ceil(config.ranks * config.cpus_per_rank))
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray\.")  # about Ray's own next version
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
 
 
 def resolve_device(config: RolloutConfig) -> str:

@@ -40,14 +40,18 @@ def run(engine: Any, policy: PolicyConfig, requests: list[SampleRequest]) -> Ste
 
 
 class PlainEngine:
-    """A stock vLLM engine with one process, no change but the sampler: the reference."""
+    """A stock vLLM engine with one process: the reference.
+
+    Changed in two ways only: the sampler, and vLLM's fault that lets a request inherit another's allowed_token_ids.
+    """
 
     def __init__(self, settings: EngineConfig) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from moebius.engine import sampler
+        from moebius.engine import sampler, vllm_patches
 
+        vllm_patches.fix_upstream()
         self.front: Any = LLMEngine.from_engine_args(
             EngineArgs(
                 model=settings.model,

@@ -1,0 +1,21 @@
+"""Settings of all tests: no network, no usage statistics, and tests marked `gpu` only where there are CUDA devices."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+for name, value in {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+    os.environ.setdefault(name, value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA devices"))
