@@ -296,7 +296,7 @@ class RolloutGroup:
         """Give up on ranks that cannot go on together."""
         if self._ranks is ranks:
             self._ranks = None
-            self._problem = f"{why}; call restart()"
+            self._problem = f"{why.splitlines()[0]}; call restart()"
         ranks.close(gently=False)
 
     @contextmanager

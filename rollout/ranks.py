@@ -173,8 +173,9 @@ class Ranks:
         log_file = self.hosts[rank].log_file if path else None
         if log_file is None or not Path(log_file).is_file():
             return path
-        lines = Path(log_file).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-5:]
-        return path + "".join(f"\n  | {line}" for line in lines)
+        lines = Path(log_file).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        told = [line for line in lines if not line.startswith((":job_id:", ":actor_name:"))]  # Ray's own marks
+        return path + "".join(f"\n  | {line}" for line in told[-5:])
 
 
 class _ProgressWatch:

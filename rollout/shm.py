@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from dataclasses import dataclass
+from multiprocessing import shared_memory
 from pathlib import Path
 
 SHM_DIR = Path("/dev/shm")
@@ -44,6 +45,18 @@ def parse_ident(filename: str) -> Ident | None:
     """The identity in the name of a segment, or None when it is not one of ours."""
     match = _IDENT.search(filename)
     return Ident(int(match["pid"]), int(match["start"]), match["unique"]) if match else None
+
+
+def name_python_segments(ident: Ident) -> None:
+    """Make segments that this process creates through `multiprocessing.shared_memory` carry `ident` too.
+
+    vLLM's message queues use them, under random names. Their clean-up is a helper process of Python's, which Ray ends
+    together with a killed rank. Raises RuntimeError where Python keeps the prefix elsewhere (seen in 3.11 and 3.12).
+    """
+    if not isinstance(getattr(shared_memory, "_SHM_NAME_PREFIX", None), str):
+        raise RuntimeError("this Python has no multiprocessing.shared_memory._SHM_NAME_PREFIX; use 3.11 or 3.12")
+    prefix = f"/{ident}-py-"
+    vars(shared_memory).update(_SHM_NAME_PREFIX=prefix, _SHM_SAFE_NAME_LENGTH=len(prefix) + 16)
 
 
 def start_ticks(pid: int) -> int | None:

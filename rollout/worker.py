@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebius.engine.config import EngineConfig
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
-from moebius.rollout.shm import clean_leftovers, make_ident, parse_ident, remove_own
+from moebius.rollout.shm import clean_leftovers, make_ident, name_python_segments, parse_ident, remove_own
 
 if TYPE_CHECKING:
     from moebius.engine.engine import MoebiusEngine
@@ -146,6 +146,9 @@ class RankWorker:
         os.environ.update(rank_environment(setup))
         for name, value in DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        ident = parse_ident(setup.ident)
+        if ident is not None:
+            name_python_segments(ident)
         return self._on_engine_thread(lambda: self._build(setup.engine))
 
     def run_step(self, serial: int, requests: Sequence[SampleRequest]) -> StepOutcome:

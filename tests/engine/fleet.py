@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_KV_CACHE_LAYOUT": "HND",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # eager anyway; compiling the sampler helpers takes longer than the tests
     "MASTER_ADDR": "127.0.0.1",
 }
 

@@ -69,8 +69,10 @@ def restore(engine: Any) -> None:
 
 @pytest.fixture(scope="module")
 def own_fleet(models: list[str]) -> Iterator[Fleet]:
-    """Mutants leave an engine in no state to share."""
-    fleet = Fleet(2, work.make_engine, work.config(models[0], enable_prefix_caching=True), timeout_s=120)
+    """Mutants leave an engine in no state to share. Few pages, so that stale ones are sure to be overwritten."""
+    page = 4 * 2 * 16 * 2 * 64 * 4  # layers x heads x tokens x (K, V) x head_dim x fp32
+    settings = work.config(models[0], enable_prefix_caching=True, kv_cache_bytes=48 * page)
+    fleet = Fleet(2, work.make_engine, settings, timeout_s=120)
     yield fleet
     fleet.kill()
 

@@ -22,8 +22,7 @@ from moebius.rollout.demo import load_weights
 from moebius.rollout.demo_assets import make_tiny_model
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
 from moebius.rollout.group import RolloutGroup
-from moebius.rollout.ranks import RankError
-from moebius.rollout.shm import leftovers, parse_ident
+from moebius.rollout.shm import parse_ident
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
@@ -81,14 +80,16 @@ def works(group: RolloutGroup) -> None:
 
 def test_results_are_complete_and_in_order(group):
     seen: list[tuple[int, int, int, int, str]] = []
-    rollouts = group.generate(PROMPTS, 3, on_progress=lambda *event: seen.append(event))
+    spread = LengthTrace({(p, s): 4 + 5 * (3 * p + s) for p in range(4) for s in range(3)})
+    rollouts = group.generate(PROMPTS, 3, on_progress=lambda *event: seen.append(event), lengths=spread)
     assert [r.prompt_index for r in rollouts] == [0, 1, 2, 3]
     assert [r.prompt_token_ids for r in rollouts] == PROMPTS
     samples = [sample for rollout in rollouts for sample in rollout.samples]
     assert [sample.sample_index for sample in samples] == [0, 1, 2] * 4
     assert {sample.rank for sample in samples} == {0, 1}
     assert all(sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids) for sample in samples)
-    assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
+    assert [len(sample.token_ids) for sample in samples] == [4 + 5 * i for i in range(12)]
+    assert {sample.finish_reason for sample in samples} == {"length"}
     report = group.last_report
     assert report.counts.samples == 12
     assert len(report.switches) == 1
@@ -166,12 +167,12 @@ def test_an_error_in_the_callback_ends_the_step_only(group):
     works(group)
 
 
-def during_a_step(group: RolloutGroup, act: Callable[[], None], **more: Any) -> list[Rollout]:
-    """Runs a long step and `act`, once, when it has sampled some tokens."""
+def during_a_step(group: RolloutGroup, act: Callable[[], None], layout: str = "EP", **more: Any) -> list[Rollout]:
+    """Runs a long step and `act`, once, when it has sampled some tokens in `layout`."""
     acted = threading.Event()
 
-    def on_progress(done: int, total: int, tokens: int, live: int, layout: str) -> None:
-        if tokens and not acted.is_set():
+    def on_progress(done: int, total: int, tokens: int, live: int, now: str) -> None:
+        if tokens and now == layout and not acted.is_set():
             acted.set()
             act()
 
@@ -193,6 +194,16 @@ def test_abort_of_some_leaves_the_others(group):
     rollouts = during_a_step(group, lambda: group.abort([(0, 1), (2, 3)]))
     ended = {(r.prompt_index, s.sample_index) for r in rollouts for s in r.samples if s.finish_reason == "abort"}
     assert ended == {(0, 1), (2, 3)}
+
+
+def test_abort_after_the_switch(group):
+    long = {(0, 0), (1, 1), (3, 3)}
+    lengths = LengthTrace({(p, s): 240 if (p, s) in long else 5 for p in range(4) for s in range(4)})
+    rollouts = during_a_step(group, lambda: group.abort([(1, 1), (3, 3)]), layout="TP", lengths=lengths)
+    reasons = {(r.prompt_index, s.sample_index): s.finish_reason for r in rollouts for s in r.samples}
+    assert {key for key, reason in reasons.items() if reason == "abort"} == {(1, 1), (3, 3)}
+    assert len(rollouts[0].samples[0].token_ids) == 240
+    works(group)
 
 
 def test_abort_between_steps_does_nothing(group):
@@ -313,7 +324,7 @@ def test_a_wrong_folder_is_found_before_anything_starts(tmp_path):
 
 def test_an_engine_that_cannot_start_says_why(model):
     tiny_kv = settings(model).engine.model_copy(update={"kv_cache_bytes": 1024})
-    with pytest.raises(RankError, match=r"rank \d failed during start-up: .*; its log is "):
+    with pytest.raises(BadInput, match=r"rank \d failed during start-up: .*; its log is "):
         RolloutGroup(settings(model, engine=tiny_kv))
 
 
@@ -365,6 +376,7 @@ time.sleep(600)
 
 def test_after_kill_9_of_a_driver_the_next_group_starts(model):
     config = settings(model)
+    before = set(SHM.iterdir())
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdin is not None and driver.stdout is not None
@@ -380,7 +392,7 @@ def test_after_kill_9_of_a_driver_the_next_group_starts(model):
     with RolloutGroup(config) as group:
         assert segments_of(pids) == []
         works(group)
-    assert [path for path in leftovers() if path.name in {p.name for p in segments_of(pids)}] == []
+    assert set(SHM.iterdir()) <= before
 
 
 def segments_of(pids: list[int]) -> list[Path]:

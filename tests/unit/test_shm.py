@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from moebius.rollout.shm import (
     clean_leftovers,
     leftovers,
     make_ident,
+    name_python_segments,
     owner_alive,
     parse_ident,
     remove_own,
@@ -105,6 +107,24 @@ def test_remove_own_leaves_other_groups_of_the_process(tmp_path):
     kept = touch(tmp_path, sibling)
     assert remove_own(mine, tmp_path) == gone
     assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_segments_of_python_carry_the_ident(monkeypatch):
+    for name in ("_SHM_NAME_PREFIX", "_SHM_SAFE_NAME_LENGTH"):
+        monkeypatch.setattr(shared_memory, name, getattr(shared_memory, name))  # restored after the test
+    ident = make_ident()
+    name_python_segments(ident)
+    created = [shared_memory.SharedMemory(create=True, size=16) for _ in range(2)]
+    try:
+        assert [parse_ident(segment.name) for segment in created] == [ident, ident]
+        opened = shared_memory.SharedMemory(created[0].name)
+        created[0].buf[0] = 7
+        assert opened.buf[0] == 7
+        opened.close()
+    finally:
+        for segment in created:
+            segment.close()
+            segment.unlink()
 
 
 def test_a_missing_directory_has_no_leftovers(tmp_path):
