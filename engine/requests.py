@@ -163,9 +163,7 @@ def _import(runtime: Runtime, record: LiveRequest) -> np.ndarray:
         ids: list[int] = []
         computed = record.num_computed_tokens
         if computed:
-            blocks = manager.allocate_slots(
-                request, 0, num_external_computed_tokens=computed, delay_cache_blocks=True
-            )
+            blocks = manager.allocate_slots(request, 0, num_external_computed_tokens=computed, delay_cache_blocks=True)
             if blocks is None:
                 raise QuiesceError(f"no pages left for {request.request_id}: the capacity check should have refused")
             request.num_computed_tokens = computed

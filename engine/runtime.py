@@ -74,8 +74,8 @@ class RuntimePair:
         vllm_patches.apply()
         self.world_size = world_size
         self.shape = shape
-        ep_config = _vllm_config(config, shape, world_size, Layout.EP)
-        tp_config = _vllm_config(config, shape, world_size, Layout.TP)
+        ep_config = _vllm_config(config, world_size, Layout.EP)
+        tp_config = _vllm_config(config, world_size, Layout.TP)
         device = torch.device(ep_config.device_config.device_type)
         self.buffer = UnifiedBuffer(_slot_sizes(ep_config, shape, config, world_size), _rank_device(device))
 
@@ -130,8 +130,7 @@ def _rank_device(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
 
 
-def _vllm_config(config: EngineConfig, shape: ModelShape, world_size: int, layout: Layout) -> VllmConfig:
-    del shape
+def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmConfig:
     has_tokenizer = os.path.exists(os.path.join(config.model, "tokenizer.json")) or not os.path.isdir(config.model)
     layout_args: dict[str, Any] = (
         {"data_parallel_size": world_size, "enable_expert_parallel": True}
@@ -157,7 +156,7 @@ def _vllm_config(config: EngineConfig, shape: ModelShape, world_size: int, layou
         disable_log_stats=True,
         async_scheduling=False,
         distributed_executor_backend="external_launcher",
-        **({"moe_backend": "triton", "gpu_memory_utilization": 0.3} if cuda else {}),  # type: ignore[arg-type]
+        **({"moe_backend": "triton", "gpu_memory_utilization": 0.3} if cuda else {}),
         **layout_args,
     )
     return arguments.create_engine_config()

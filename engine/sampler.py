@@ -24,6 +24,8 @@ SEED_FIELD = "moebius_seed"  # key in SamplingParams.extra_args
 class CounterSampler(nn.Module):
     """Drop-in for vLLM's `TopKTopPSampler`: same filtering and logprobs, counter-based noise (Gumbel-max)."""
 
+    runner: GPUModelRunner
+
     def __init__(self, runner: GPUModelRunner, logprobs_mode: str) -> None:
         super().__init__()
         # Not a submodule: the runner owns the sampler.

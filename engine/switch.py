@@ -173,13 +173,16 @@ class Switcher:
         pages = []
         for rank in range(self.world_size):
             mine = [(r.page_ids, dst) for (owner, r), dst in zip(owners, target_pages, strict=True) if owner == rank]
-            sides = [np.concatenate([pair[i] for pair in mine] or [np.empty(0, np.int64)]) for i in (0, 1)]
-            pages.append(tuple(torch.from_numpy(side).to(device) for side in sides))
+            from_ids, to_ids = (
+                torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(pair[side] for pair in mine)])).to(device)
+                for side in (0, 1)
+            )
+            pages.append((from_ids, to_ids))
         head_ranges = kv_head_ranges(self.pair.shape.num_kv_heads, self.world_size)
-        return sum(
-            self.mover.kv_ep_to_tp(source, target, pages, head_ranges)
-            for source, target in zip(self.pair.ep.kv, self.pair.tp.kv, strict=True)
-        )
+        sent = 0
+        for source, target in zip(self.pair.ep.kv, self.pair.tp.kv, strict=True):
+            sent += self.mover.kv_ep_to_tp(source, target, pages, head_ranges)
+        return sent
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():

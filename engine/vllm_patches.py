@@ -193,7 +193,7 @@ def _expert_parameters_in_slots(original: Any) -> Any:
 
 def layer_index(layer_name: str) -> int:
     """The number after `layers.` in a vLLM layer name."""
-    return int(layer_name.split("layers.")[1].split(".")[0])
+    return int(layer_name.split("layers.")[1].split(".", maxsplit=1)[0])
 
 
 def _kv_in_slots(original: Any) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moebius.rollout.demo import make_tiny_model
 
+from moebius.rollout.demo import make_tiny_model
 from tests.engine import work
 from tests.engine.fleet import Fleet
 

@@ -75,7 +75,9 @@ class Fleet:
             self.processes.append(process)
         self._collect()
 
-    def call(self, function: Callable[..., Any], *args: Any, per_rank: list[tuple[Any, ...]] | None = None) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], *args: Any, per_rank: list[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
         """Results by rank. `per_rank[r]` are further arguments for rank r."""
         for rank, pipe in enumerate(self.pipes):
             pipe.send((function, (*args, *(per_rank[rank] if per_rank else ()))))

@@ -6,17 +6,19 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.kernels.noise import derive_seed
-
 from tests.engine import work
 from tests.engine.fleet import Fleet
 
 WORKLOADS = 200
 
 policies = st.one_of(
-    st.builds(PolicyConfig, kind=st.just("rollout"), threshold=st.integers(0, 9), cooldown_iterations=st.integers(1, 3)),
+    st.builds(
+        PolicyConfig, kind=st.just("rollout"), threshold=st.integers(0, 9), cooldown_iterations=st.integers(1, 3)
+    ),
     st.builds(PolicyConfig, kind=st.just("scheduled"), at_iteration=st.integers(0, 8)),
     st.sampled_from([work.EP, work.TP]),
 )

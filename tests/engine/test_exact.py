@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from moebius.engine.config import PolicyConfig
 
+from moebius.engine.config import PolicyConfig
 from tests.engine import work
 from tests.engine.fleet import Fleet
 
@@ -54,6 +54,12 @@ def test_all_requests_on_one_rank(fleet: Fleet, reference: dict) -> None:
     outcomes = fleet.call(work.run, POLICIES["half live"], per_rank=work.split(REQUESTS, 2, "first"))
     work.assert_same(work.collect(outcomes), reference)
     assert outcomes[0].stats.switches[0].live_by_rank[1] == 0
+
+
+def test_live_kv_arrives_whole_and_nothing_else_is_read(fleet: Fleet, reference: dict) -> None:
+    results = fleet.call(work.run_checking_kv, POLICIES["mid decode"], per_rank=work.split(REQUESTS, 2, "skew"))
+    work.assert_same(work.collect([outcome for outcome, _ in results]), reference)
+    assert all(compared > 0 for _, compared in results)
 
 
 def test_expert_bytes_survive_the_round_trip(fleet: Fleet) -> None:

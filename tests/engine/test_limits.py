@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.rollout.demo import make_tiny_model
-
 from tests.engine import work
 from tests.engine.fleet import Fleet, RankError
 
@@ -33,9 +33,8 @@ def long_requests(count: int, tokens: int) -> list[SampleRequest]:
 
 
 def test_switch_that_does_not_fit_is_cancelled_and_retried(one_head_fleet: Fleet) -> None:
-    requests = long_requests(12, 24) + [
-        SampleRequest(SampleKey(99, 0), [9] * 20, {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}, 1)
-    ]
+    straggler = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    requests = [*long_requests(12, 24), SampleRequest(SampleKey(99, 0), [9] * 20, straggler, 1)]
     policy = PolicyConfig(kind="scheduled", at_iteration=8, cooldown_iterations=5)
     outcomes = one_head_fleet.call(work.run, policy, per_rank=work.split(requests, 2))
     stats = outcomes[0].stats
@@ -91,7 +90,7 @@ def test_failed_update_is_refused_until_a_full_one(fleet: Fleet, models: list[st
     with pytest.raises(RankError) as error:
         fleet.call(update_with, models[0], change)
     assert error.value.kind == "ValueError"
-    with pytest.raises(RankError, match="version 7 .*send a full update") as error:
+    with pytest.raises(RankError, match=r"version 7 .*send a full update") as error:
         fleet.call(work.run, work.EP, per_rank=[([request],), ([],)])
     assert error.value.kind == "EngineDirty"
     fleet.call(work.load_checkpoint, models[0], 8, False)

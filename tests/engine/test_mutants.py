@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.kernels.noise import derive_seed
-
 from tests.engine import work
 from tests.engine.fleet import Fleet, RankError
 
@@ -91,10 +91,13 @@ def two_steps(fleet: Fleet) -> list[dict]:
 @pytest.fixture(scope="module")
 def healthy(own_fleet: Fleet) -> list[dict]:
     want = two_steps(own_fleet)
-    again = two_steps(own_fleet)
-    for a, b in zip(want, again, strict=True):
-        work.assert_same(a, b)
+    compare(own_fleet, want)
     return want
+
+
+def compare(fleet: Fleet, want: list[dict]) -> None:
+    for got, expected in zip(two_steps(fleet), want, strict=True):
+        work.assert_same(got, expected)
 
 
 # The last one leaves the engine refusing further steps.
@@ -105,10 +108,8 @@ def test_mutant_is_noticed(own_fleet: Fleet, healthy: list[dict], mutant: Any, m
     own_fleet.call(work.load_checkpoint, models[0], 1, False)  # whole experts, whatever the mutant before did
     own_fleet.call(mutant)
     with pytest.raises((AssertionError, RankError)):
-        for got, want in zip(two_steps(own_fleet), healthy, strict=True):
-            work.assert_same(got, want)
+        compare(own_fleet, healthy)
     if mutant is not drop_a_record:
         own_fleet.call(restore)
         own_fleet.call(work.load_checkpoint, models[0], 1, False)
-        for got, want in zip(two_steps(own_fleet), healthy, strict=True):
-            work.assert_same(got, want)
+        compare(own_fleet, healthy)

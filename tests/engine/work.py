@@ -79,9 +79,7 @@ def plain_run(engine: PlainEngine, requests: list[SampleRequest]) -> dict[Sample
 
     keys = {}
     for r in requests:
-        params = SamplingParams(
-            **r.sampling, extra_args={SEED_FIELD: r.seed}, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = SamplingParams(**r.sampling, extra_args={SEED_FIELD: r.seed}, output_kind=RequestOutputKind.FINAL_ONLY)
         name = f"{r.key.prompt}:{r.key.sample}"
         keys[name] = r.key
         engine.front.add_request(name, {"prompt_token_ids": r.prompt_token_ids}, params)
@@ -227,10 +225,50 @@ def addresses(engine: Any) -> tuple[list[int], list[int]]:
 
 
 def round_trip_hashes(engine: Any) -> tuple[list[str], list[str]]:
-    """Expert hashes in EP before and after EP->TP->EP, with everything between poisoned slots."""
+    """Expert hashes in EP before and after EP->TP->EP, whatever the slots in between held."""
     from moebius.engine.layout import Layout
 
     before = expert_hashes(engine, "EP")
     engine.switcher.reshard(Layout.TP)
     engine.switcher.reshard(Layout.EP)
     return before, expert_hashes(engine, "EP")
+
+
+def run_checking_kv(engine: Any, policy: PolicyConfig, requests: list[SampleRequest]) -> tuple[StepOutcome, int]:
+    """A step whose switch is checked: every live page equals its source's heads, all other TP pages are poisoned.
+
+    Returns the outcome and how many bytes of KV were compared on this rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from moebius.kernels.plan import kv_head_ranges
+
+    move, compared = type(engine.switcher)._move_kv, 0
+
+    def checked_move(owners: list[Any], target_pages: list[Any]) -> int:
+        nonlocal compared
+        ep, tp = engine.pair.ep.kv, engine.pair.tp.kv
+        mine = {r.request_id: [kv[torch.from_numpy(r.page_ids)].clone() for kv in ep]
+                for rank, r in owners if rank == engine.rank}  # fmt: skip
+        gathered: list[Any] = [None] * engine.world_size
+        dist.all_gather_object(gathered, mine, group=engine.switcher.cpu_group)
+        source = {request_id: layers for part in gathered for request_id, layers in part.items()}
+        sent = move(engine.switcher, owners, target_pages)
+        start, stop = kv_head_ranges(engine.pair.shape.num_kv_heads, engine.world_size)[engine.rank]
+        live = {int(page) for pages in target_pages for page in pages}
+        dead = [page for page in range(tp[0].shape[0]) if page not in live]
+        for layer, kv in enumerate(tp):
+            for (_, record), pages in zip(owners, target_pages, strict=True):
+                want = source[record.request_id][layer][:, start:stop]
+                assert torch.equal(kv[torch.from_numpy(pages)], want), f"{record.request_id}, layer {layer}"
+                compared += want.numel() * want.element_size()
+            kv[dead] = 1e4
+        return sent
+
+    engine.policy.config = policy
+    engine.switcher._move_kv = checked_move
+    try:
+        return engine.run_step(requests), compared
+    finally:
+        del engine.switcher._move_kv
