@@ -1,4 +1,4 @@
-"""MoebiusEngine: one rank of the rollout engine. Runs a step from the first prefill in EP to the last straggler in TP."""
+"""MoebiusEngine: one rank. Runs a step from the first prefill in EP to the last straggler in TP."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ class MoebiusEngine:
         self.pair.activate(Layout.EP)
 
     def update_tensors(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Write some tensors (HF names, per expert or fused) into both runtimes. Raises ValueError, see WeightSession."""
+        """Write some tensors (HF names, per expert or fused) into both runtimes. Raises ValueError as WeightSession."""
         if self._update is None:
             raise EngineDirty("no weight update is open: call begin_update first")
         session = self._update[1]

@@ -20,6 +20,8 @@ from moebius.rollout.types import Rollout, Sampling
 if TYPE_CHECKING:
     import torch
 
+    from moebius.rollout.report_types import StepReport
+
 __all__ = ["demo_config", "make_questions", "make_tiny_model", "math_reward", "perturb", "run_demo"]
 
 _EOS_ID = 2
@@ -91,6 +93,7 @@ def run_demo(
             rewards = [[math_reward(s.text or "", answers[r.prompt_index]) for s in r.samples] for r in rollouts]
             mean = sum(map(sum, rewards)) / (prompts * n)
             report = run.add(group.last_report, rollouts, answers)
+            _check_switched(report)
             console.print(step_line(report, f"reward {mean:.3f}"), highlight=False, soft_wrap=True)
             if step + 1 < steps:
                 perturb(weights, advantages(rewards), seed=step)
@@ -134,6 +137,21 @@ def perturb(weights: dict[str, torch.Tensor], group_advantages: Iterable[Iterabl
         noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
         tensor.add_(noise, alpha=float(tensor.std()) * (0.01 + 0.1 * spread))
     return names
+
+
+def _check_switched(report: StepReport) -> None:
+    """A demo of switching in which nothing switched in mid-decode would show nothing: say so instead."""
+    good = [
+        s for s in report.switches if s.live * 10 >= report.counts.samples and min(s.live_by_rank) > 0 and s.kv_bytes
+    ]
+    if len(good) != 1:
+        why = [c.reason for c in report.cancelled] or [
+            f"{s.live} live, {s.kv_bytes} bytes of KV" for s in report.switches
+        ]
+        raise MoebiusError(
+            f"step {report.step} should switch once, with a tenth of its {report.counts.samples} samples live on all "
+            f"ranks: {'; '.join(why) or 'it never did'}. Choose a larger --threshold or more samples"
+        )
 
 
 def _check_versions(rollouts: Sequence[Rollout], version: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
+from moebius.rollout.shm import clean_leftovers, make_ident, remove_own
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -58,6 +60,8 @@ class Fleet:
     def __init__(self, ranks: int, make: Callable[..., Any], *arguments: Any, timeout_s: float = 240) -> None:
         context = get_context("spawn")
         port = str(free_port())
+        clean_leftovers()
+        self.ident = make_ident()
         self.timeout_s = timeout_s
         self.pipes, self.processes = [], []
         for rank in range(ranks):
@@ -67,7 +71,7 @@ class Fleet:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "MASTER_PORT": port,
-                "MOEBIUS_GROUP_ID": f"moebius-{os.getpid()}-0-{port}",
+                "MOEBIUS_GROUP_ID": str(self.ident),
             }
             process = context.Process(target=_serve, args=(theirs, environment, make, arguments), daemon=True)
             process.start()
@@ -92,8 +96,9 @@ class Fleet:
             ok, value = pipe.recv()
             if not ok:
                 # The other ranks may wait in a collective for this one.
-                others = [p.recv() if p.poll(5) else None for p in self.pipes[rank + 1 :]]
-                del others
+                for other in self.pipes[rank + 1 :]:
+                    if other.poll(5):
+                        other.recv()
                 raise RankError(rank, *value)
             results.append(value)
         return results
@@ -101,6 +106,8 @@ class Fleet:
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
+            process.join(10)
+        remove_own(self.ident)
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -110,5 +117,4 @@ class Fleet:
                 continue  # that rank has ended already
         for process in self.processes:
             process.join(10)
-            if process.is_alive():
-                process.kill()
+        self.kill()
