@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def test_tp_layer_i_is_slot_i_and_ep_layer_i_is_slot_i_plus_1(buffer: UnifiedBuf
         assert slot(Layout.EP, layer).data_ptr() == slot(Layout.TP, layer + 1).data_ptr()
     starts = [slot(Layout.TP, i).data_ptr() for i in range(layers)] + [slot(Layout.EP, layers - 1).data_ptr()]
     size = slot(Layout.TP, 0).numel()
-    assert all(b - a >= size for a, b in zip(starts, starts[1:], strict=False)), "slots overlap"
+    assert all(b - a >= size for a, b in itertools.pairwise(starts)), "slots overlap"
 
 
 def test_experts_and_kv_are_apart_and_inside(buffer: UnifiedBuffer) -> None:

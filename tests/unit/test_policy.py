@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +65,7 @@ def test_never_above_the_threshold_nor_within_the_cooldown(
 ) -> None:
     asked = first_switch(PolicyConfig(threshold=threshold, cooldown_iterations=cooldown), live, refused)
     assert all(0 < live[i] <= threshold for i in asked)
-    assert all(b - a >= cooldown for a, b in zip(asked, asked[1:], strict=False))
+    assert all(b - a >= cooldown for a, b in itertools.pairwise(asked))
     assert sum(i not in refused for i in asked) <= 1
 
 
