@@ -37,6 +37,10 @@ class EngineConfig(BaseModel):
     kv_cache_bytes: PositiveInt = Field(1 << 30, description="KV memory per rank in bytes, without the spare slot.")
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    attention_backend: str | None = Field(
+        None,
+        description="vLLM's name of an attention backend, e.g. TRITON_ATTN for exact fp32 on GPUs; None: vLLM's choice.",
+    )
     seed: int = 0
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     policy: PolicyConfig = PolicyConfig()

@@ -151,6 +151,7 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         enable_prefix_caching=config.enable_prefix_caching,
         # On CPU compilation only costs start-up time.
         enforce_eager=config.enforce_eager or not cuda,
+        attention_backend=config.attention_backend,
         seed=config.seed,
         logprobs_mode=config.logprobs_mode,
         disable_log_stats=True,

@@ -173,9 +173,9 @@ class RolloutGroup:
     def _send(self, ranks: Ranks, named_tensors: NamedTensors, version: int, bucket_bytes: int) -> None:
         how: dict[str, Any] = {"what": f"the update to version {version}", "timeout_s": UPDATE_CALL_S}
         size = len(ranks.handles)
+        loading: dict[Any, int] = {}
         try:
             ranks.call("begin_update", [(version,)] * size, **how)
-            loading: dict[Any, int] = {}
             for bucket in buckets(named_tensors, bucket_bytes):
                 # One bucket loads while the next is packed: two in memory, never more.
                 ranks.gather(loading, **how)
@@ -187,6 +187,10 @@ class RolloutGroup:
             if error.by_all and isinstance(error.cause, ValueError):
                 raise BadInput(f"update to version {version}: {error.cause}") from error
             raise
+        finally:
+            # After a failure too: a bucket that is still loading must not run into the next update.
+            if loading:
+                ray.wait(list(loading), num_returns=len(loading), timeout=UPDATE_CALL_S)
 
     def _update_failed(self, ranks: Ranks, version: int, error: BaseException) -> None:
         if isinstance(error, RankDied) or (isinstance(error, RankError) and not error.by_all):

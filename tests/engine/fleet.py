@@ -9,6 +9,8 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
+import torch
+
 from moebius.rollout.shm import clean_leftovers, make_ident, remove_own
 
 ENVIRONMENT = {
@@ -20,9 +22,17 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_KV_CACHE_LAYOUT": "HND",
     "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # eager anyway; compiling the sampler helpers takes longer than the tests
     "MASTER_ADDR": "127.0.0.1",
+    # On GPU hosts: no NVLink multicast, and the samplers both engines share.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+
+if not torch.cuda.is_available():
+    ENVIRONMENT["TORCHDYNAMO_DISABLE"] = "1"  # eager anyway; compiling the sampler helpers takes longer than the tests
 
 
 def free_port() -> int:

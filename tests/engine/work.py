@@ -154,7 +154,7 @@ def expert_hashes(engine: Any, layout: str) -> list[str]:
     """Hash of each layer's expert bytes in `layout`."""
     runtime = engine.pair.ep if layout == "EP" else engine.pair.tp
     return [
-        hashlib.sha256(m.w13_weight.detach().numpy().tobytes() + m.w2_weight.detach().numpy().tobytes()).hexdigest()
+        hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in (m.w13_weight, m.w2_weight))).hexdigest()
         for m in runtime.expert_modules
     ]
 
@@ -249,7 +249,7 @@ def run_checking_kv(engine: Any, policy: PolicyConfig, requests: list[SampleRequ
     def checked_move(owners: list[Any], target_pages: list[Any]) -> int:
         nonlocal compared
         ep, tp = engine.pair.ep.kv, engine.pair.tp.kv
-        mine = {r.request_id: [kv[torch.from_numpy(r.page_ids)].clone() for kv in ep]
+        mine = {r.request_id: [kv[torch.from_numpy(r.page_ids).to(kv.device)].cpu() for kv in ep]
                 for rank, r in owners if rank == engine.rank}  # fmt: skip
         gathered: list[Any] = [None] * engine.world_size
         dist.all_gather_object(gathered, mine, group=engine.switcher.cpu_group)
@@ -261,7 +261,9 @@ def run_checking_kv(engine: Any, policy: PolicyConfig, requests: list[SampleRequ
         for layer, kv in enumerate(tp):
             for (_, record), pages in zip(owners, target_pages, strict=True):
                 want = source[record.request_id][layer][:, start:stop]
-                assert torch.equal(kv[torch.from_numpy(pages)], want), f"{record.request_id}, layer {layer}"
+                assert torch.equal(kv[torch.from_numpy(pages).to(kv.device)].cpu(), want), (
+                    f"{record.request_id}, layer {layer}"
+                )
                 compared += want.numel() * want.element_size()
             kv[dead] = 1e4
         return sent
