@@ -39,7 +39,7 @@ class EngineConfig(BaseModel):
     enforce_eager: bool = False
     attention_backend: str | None = Field(
         None,
-        description="vLLM's name of an attention backend, e.g. TRITON_ATTN for exact fp32 on GPUs; None: vLLM's choice.",
+        description="vLLM's name of a backend, e.g. TRITON_ATTN for exact fp32 on GPUs; None: vLLM's choice.",
     )
     seed: int = 0
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moebius.engine.config import PolicyConfig
-from moebius.rollout.demo import make_tiny_model
+from moebius.rollout.demo_assets import make_tiny_model
 from tests.engine import work
 from tests.engine.fleet import Fleet
 
