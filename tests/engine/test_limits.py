@@ -56,6 +56,33 @@ def test_switch_that_never_fits(one_head_fleet: Fleet) -> None:
     assert {len(r.token_ids) for o in outcomes for r in o.results} == {16}
 
 
+def fail_to_quiesce_once(engine: Any) -> None:
+    """On rank 1, the first snapshot of a switch finds something in flight."""
+    import moebius.engine.switch as switch
+
+    original = switch.snapshot_requests
+
+    def failing(runtime: Any) -> Any:
+        switch.snapshot_requests = original
+        raise switch.QuiesceError("a batch is still in flight")
+
+    if engine.rank == 1:
+        switch.snapshot_requests = failing
+
+
+def test_switch_that_fails_before_anything_moved_leaves_ep_running(fleet: Fleet) -> None:
+    requests = long_requests(6, 20)
+    want = work.collect(fleet.call(work.run, work.EP, per_rank=work.split(requests, 2)))
+    fleet.call(fail_to_quiesce_once)
+    policy = PolicyConfig(kind="scheduled", at_iteration=4, cooldown_iterations=6)
+    outcomes = fleet.call(work.run, policy, per_rank=work.split(requests, 2))
+    work.assert_same(work.collect(outcomes), want)
+    for outcome in outcomes:
+        assert [c.iteration for c in outcome.stats.cancelled] == [4]
+        assert "rank 1: a batch is still in flight" in outcome.stats.cancelled[0].reason
+        assert [s.iteration for s in outcome.stats.switches] == [10]
+
+
 def test_request_vllm_refuses_is_named_and_nothing_starts(fleet: Fleet) -> None:
     good = SampleRequest(SampleKey(0, 0), [5, 6], {"max_tokens": 4, "temperature": 0.0}, 1)
     bad = SampleRequest(SampleKey(1, 3), [5, 6], {"max_tokens": 4, "temperature": -2.0}, 1)
