@@ -73,7 +73,8 @@ class MoebiusEngine:
         model_config = self.pair.front.model_config
         self.max_model_len: int = model_config.max_model_len
         self.vocab_size: int = model_config.get_vocab_size()
-        self._problem: str | None = None
+        self._broken: str | None = None  # a step broke off: only a restart helps
+        self._problem: str | None = None  # the weights are not whole: a full update helps
         self._update: tuple[int, WeightSession] | None = None
         self._keys: dict[str, SampleKey] = {}  # internal request id -> key, this rank's unfinished ones
         self._abort_lock = threading.Lock()
@@ -90,8 +91,8 @@ class MoebiusEngine:
             EngineDirty: a weight update failed or a step broke off; the message says how to go on.
             RequestRefused: a request is not valid; the engine can go on with the next step.
         """
-        if self._problem:
-            raise EngineDirty(self._problem)
+        if self._broken or self._problem:
+            raise EngineDirty(self._broken or self._problem)
         started = time.perf_counter()
         stats = StepStats(rank=self.rank, world_size=self.world_size, admitted=len(requests))
         results: list[SampleResult] = []
@@ -102,7 +103,7 @@ class MoebiusEngine:
         except RequestRefused:
             raise  # nothing was started on any rank
         except BaseException as error:
-            self._problem = f"the last step broke off ({type(error).__name__}: {error}): restart the group"
+            self._broken = f"the last step broke off ({type(error).__name__}: {error}): restart the group"
             raise
         finally:
             with self._abort_lock:
@@ -305,7 +306,13 @@ class MoebiusEngine:
     # ---- weights --------------------------------------------------------------------------------------------------
 
     def begin_update(self, version: int) -> None:
-        """Start a full update to policy `version`. Until it commits, steps are refused."""
+        """Start a full update to policy `version`. Until it commits, steps are refused.
+
+        Raises:
+            EngineDirty: a step broke off before, so that more than the weights may be wrong.
+        """
+        if self._broken:
+            raise EngineDirty(self._broken)
         self._problem = f"the update to policy version {version} was not completed: send a full update"
         self._update = (version, WeightSession(ExpectedWeights.from_hf_config(self._hf_config)))
         # All experts are about to be written in EP layout: nothing to move back.
@@ -316,20 +323,25 @@ class MoebiusEngine:
         """Write some tensors (HF names, per expert or fused) into both runtimes. Raises ValueError as WeightSession."""
         if self._update is None:
             raise EngineDirty("no weight update is open: call begin_update first")
-        session = self._update[1]
+        version, session = self._update
         try:
             parts = [part for name, tensor in tensors for part in session.accept(name, tensor)]
-        except ValueError as error:
-            version = self._update[0]
-            self._update = None
+            self._load(parts)
+        except BaseException as error:
+            self._update = None  # whatever was written, this update can no longer be whole
             self._problem = f"the update to policy version {version} failed ({error}): send a full update"
             raise
+
+    def _load(self, parts: list[tuple[str, torch.Tensor]]) -> None:
+        """Experts go into the EP slots only: TP's are the same bytes after the next switch. The rest goes into both."""
         ep, tp = self.pair.ep, self.pair.tp
         ep.install_groups()
-        ep.runner.model.load_weights(iter(parts))
-        tp.install_groups()
-        tp.runner.model.load_weights((name, tensor) for name, tensor in parts if ".experts." not in name)
-        ep.install_groups()
+        try:
+            ep.runner.model.load_weights(iter(parts))
+            tp.install_groups()
+            tp.runner.model.load_weights((name, tensor) for name, tensor in parts if ".experts." not in name)
+        finally:
+            ep.install_groups()
 
     def commit_update(self) -> None:
         """End the update. Raises ValueError naming what is missing."""

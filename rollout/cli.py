@@ -55,10 +55,10 @@ def main(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the model, rollouts and reports.")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option(min=1, help="Rounds of generate, reward and weight update.")] = 3,
-    prompts: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 16,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples per question.")] = 8,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks of the group.")] = 2,
-    threshold: Annotated[int, typer.Option(min=0, help="Switch to TP when this many samples are left.")] = 16,
+    threshold: Annotated[int, typer.Option(min=0, help="Switch to TP when this many samples are left.")] = 24,
 ) -> None:
     """Run a complete loop with a tiny model on CPU. Needs no GPU and no download."""
     from moebius.rollout.demo import run_demo

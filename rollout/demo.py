@@ -52,10 +52,10 @@ def run_demo(
     out_dir: str | Path,
     *,
     steps: int = 3,
-    prompts: int = 8,
+    prompts: int = 16,
     n: int = 8,
     ranks: int = 2,
-    threshold: int = 16,
+    threshold: int = 24,
     max_tokens: int = 192,
     console: Console | None = None,
 ) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,14 +16,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError, RankDied
 from moebius.rollout.placement import reserve
-from moebius.rollout.shm import parse_ident, remove_own
+from moebius.rollout.shm import parse_ident, remove_own, start_ticks
 from moebius.rollout.worker import EngineError, EngineInfo, Progress, RankHost, RankSetup, RankWorker, actor_options
 
 POLL_S = 0.2  # between looks at the ranks while a call runs
 PROGRESS_S = 0.5  # between questions for progress
 SILENT_S = 60.0  # a rank that does not answer for this long counts as dead
 GRACE_S = 5.0  # after one rank raised an error: for the others to raise theirs
-SHUTDOWN_S = 15.0
+SHUTDOWN_S = 15.0  # for engines to close in order
+EXIT_S = 10.0  # for killed processes to be gone
+
+_log = logging.getLogger(__name__)
 
 OnPoll = Callable[[Sequence[Progress]], None]
 
@@ -154,9 +158,20 @@ class Ranks:
             for handle in self.handles:
                 ray.kill(handle, no_restart=True)
             remove_placement_group(self._placement)
+            self._wait_for_exit()
         ident = parse_ident(self.ident)
         if ident is not None:
             remove_own(ident)
+
+    def _wait_for_exit(self) -> None:
+        """Until the processes are gone, where that can be seen: only then are their devices and memory free."""
+        here = ray.get_runtime_context().get_node_id()
+        deadline = time.monotonic() + EXIT_S
+        while any(host.node == here and start_ticks(host.pid) is not None for host in self.hosts):
+            if time.monotonic() > deadline:
+                _log.warning("processes %s have not ended %g s after being killed", [h.pid for h in self.hosts], EXIT_S)
+                return
+            time.sleep(0.05)
 
     def _obituary(self, rank: int, what: str, error: RayActorError) -> str:
         if not self.hosts:  # it never came up, and Ray knows why

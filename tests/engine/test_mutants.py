@@ -109,7 +109,10 @@ def test_mutant_is_noticed(own_fleet: Fleet, healthy: list[dict], mutant: Any, m
     own_fleet.call(mutant)
     with pytest.raises((AssertionError, RankError)):
         compare(own_fleet, healthy)
-    if mutant is not drop_a_record:
+    if mutant is drop_a_record:
+        with pytest.raises(RankError, match="restart the group"):
+            own_fleet.call(work.load_checkpoint, models[0], 2, False)
+    else:
         own_fleet.call(restore)
         own_fleet.call(work.load_checkpoint, models[0], 1, False)
         compare(own_fleet, healthy)

@@ -22,7 +22,7 @@ from moebius.rollout.demo import load_weights
 from moebius.rollout.demo_assets import make_tiny_model
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
 from moebius.rollout.group import RolloutGroup
-from moebius.rollout.shm import parse_ident
+from moebius.rollout.shm import parse_ident, start_ticks
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
@@ -342,9 +342,9 @@ def test_a_second_group_a_killed_rank_and_a_restart(group, model):
 
         with pytest.raises(RankDied, match=rf"rank 1 \(pid {pids[1]}\) ended during step 12") as death:
             during_a_step(second, kill, step=12)
-        assert time.monotonic() - killed[0] < 10
+        assert time.monotonic() - killed[0] < 15
         assert (death.value.rank, death.value.step) == (1, 12)
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert not any(running(pid) for pid in pids)
         with pytest.raises(GroupNotReady, match=r"ended during step 12.*restart\(\)"):
             second.generate([[1]], 1)
         # The first group has not noticed.
@@ -359,7 +359,7 @@ def test_a_second_group_a_killed_rank_and_a_restart(group, model):
     second.shutdown()
     with pytest.raises(GroupNotReady, match="shut down"):
         second.generate([[1]], 1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(running(pid) for pid in pids)
     assert segments_of(pids) == []
     works(group)
 
@@ -388,7 +388,7 @@ def test_after_kill_9_of_a_driver_the_next_group_starts(model):
     finally:
         driver.kill()
         driver.wait()
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    wait_for(lambda: not any(running(pid) for pid in pids))
     with RolloutGroup(config) as group:
         assert segments_of(pids) == []
         works(group)
@@ -398,6 +398,10 @@ def test_after_kill_9_of_a_driver_the_next_group_starts(model):
 def segments_of(pids: list[int]) -> list[Path]:
     idents = ((path, parse_ident(path.name)) for path in SHM.iterdir())
     return [path for path, ident in idents if ident is not None and ident.pid in pids]
+
+
+def running(pid: int) -> bool:
+    return start_ticks(pid) is not None
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
