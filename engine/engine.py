@@ -17,10 +17,10 @@ from vllm.v1.engine import FinishReason
 from moebius.engine.config import EngineConfig
 from moebius.engine.layout import Layout, ModelShape
 from moebius.engine.policy import SwitchPolicy
-from moebius.engine.requests import QuiesceError, forget_finished
+from moebius.engine.requests import QuiesceError, forget_finished, release_stuck
 from moebius.engine.runtime import RuntimePair
 from moebius.engine.sampler import SEED_FIELD
-from moebius.engine.switch import Fit, PhaseTimer, Switcher
+from moebius.engine.switch import PhaseTimer, Switcher
 from moebius.engine.types import (
     CancelledSwitch,
     Iteration,
@@ -77,6 +77,7 @@ class MoebiusEngine:
         self._problem: str | None = None  # the weights are not whole: a full update helps
         self._update: tuple[int, WeightSession] | None = None
         self._keys: dict[str, SampleKey] = {}  # internal request id -> key, this rank's unfinished ones
+        self._asked: dict[SampleKey, SampleRequest] = {}  # this rank's requests of the step
         self._abort_lock = threading.Lock()
         self._abort_keys: set[SampleKey] = set()
         self._abort_all = False
@@ -91,25 +92,26 @@ class MoebiusEngine:
             EngineDirty: a weight update failed or a step broke off; the message says how to go on.
             RequestRefused: a request is not valid; the engine can go on with the next step.
         """
-        if self._broken or self._problem:
-            raise EngineDirty(self._broken or self._problem)
         started = time.perf_counter()
         stats = StepStats(rank=self.rank, world_size=self.world_size, admitted=len(requests))
         results: list[SampleResult] = []
         try:
+            if self._broken or self._problem:
+                raise EngineDirty(self._broken or self._problem)
             self._return_to_ep(stats)
             self._admit_all(requests)
             self._loop(stats, results, started, on_iteration)
-        except RequestRefused:
-            raise  # nothing was started on any rank
+            forget_finished(self.pair.active)
+        except (EngineDirty, RequestRefused) as error:
+            # Refused before anything was started on any rank, unless it came from inside the step.
+            if isinstance(error, EngineDirty) and not (self._broken or self._problem):
+                self._broken = f"the last step broke off ({error}): restart the group"
+            raise
         except BaseException as error:
             self._broken = f"the last step broke off ({type(error).__name__}: {error}): restart the group"
             raise
         finally:
-            with self._abort_lock:
-                self._abort_keys.clear()
-                self._abort_all = False
-        forget_finished(self.pair.active)
+            self.clear_aborts()
         stats.total_s = time.perf_counter() - started
         return StepOutcome(results, stats)
 
@@ -120,6 +122,12 @@ class MoebiusEngine:
                 self._abort_all = True
             else:
                 self._abort_keys.update(SampleKey(*key) for key in keys)
+
+    def clear_aborts(self) -> None:
+        """Forget aborts that found no step; any thread."""
+        with self._abort_lock:
+            self._abort_keys.clear()
+            self._abort_all = False
 
     def _return_to_ep(self, stats: StepStats) -> None:
         if self._return_pending:
@@ -136,6 +144,9 @@ class MoebiusEngine:
 
     def _admit_all(self, requests: list[SampleRequest]) -> None:
         """Admit on all ranks or on none: a request vLLM refuses on one rank must not leave the others waiting."""
+        self._asked = {request.key: request for request in requests}
+        for runtime in (self.pair.ep, self.pair.tp):
+            runtime.runner.sampler.topk_topp_sampler.forget_rows()
         problem = None
         try:
             for request in requests:
@@ -221,6 +232,8 @@ class MoebiusEngine:
             front.engine_core.execute_dummy_batch()
             return 0, []
         outputs = front.engine_core.get_output()
+        if self.pair.layout is Layout.TP and not outputs.outputs:
+            release_stuck(self.pair.tp)
         own = [output for output in outputs.outputs if output.request_id in self._keys]
         tokens = sum(len(output.new_token_ids) for output in own)
         processed = front.output_processor.process_outputs(own, engine_core_timestamp=outputs.timestamp)
@@ -262,7 +275,7 @@ class MoebiusEngine:
         with timer.phase("decide"):
             fit = self.switcher.check_fit()
         t = time.perf_counter() - started
-        reason = self._refusal(fit)
+        reason = fit.refusal
         if reason is None:
             try:
                 record = self.switcher.to_tp(fit, timer, iteration=iteration, t=t)
@@ -277,19 +290,13 @@ class MoebiusEngine:
         self.policy.cancelled(iteration)
         stats.cancelled.append(CancelledSwitch(iteration, t, live, reason))
 
-    @staticmethod
-    def _refusal(fit: Fit) -> str | None:
-        if fit.fits:
-            return None
-        return f"live requests need {fit.needed} pages in TP, there are {fit.available}"
-
     def _result(self, key: SampleKey, output: Any) -> SampleResult:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         logprobs = tops = None
         if completion.logprobs is not None:
             logprobs = [entry[t].logprob for t, entry in zip(token_ids, completion.logprobs, strict=True)]
-            if any(len(entry) > 1 for entry in completion.logprobs):
+            if self._asked[key].sampling.get("logprobs"):
                 tops = [{t: lp.logprob for t, lp in entry.items()} for entry in completion.logprobs]
         return SampleResult(
             key=key,

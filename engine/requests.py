@@ -40,15 +40,44 @@ def pages_of(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def pages_needed(runtime: Runtime) -> int:
-    """Pages the started requests of `runtime` need in the target: what is computed and the next token, nothing shared.
+def kv_demand(runtime: Runtime) -> tuple[int, int]:
+    """What the requests of `runtime` that have KV ask of a target: (pages, requests).
 
-    Prefix sharing does not survive the move, so shared pages count once per request.
+    Pages for all their present tokens and the next one, since vLLM schedules a waiting request only if all of it fits;
+    nothing shared, since prefix sharing does not survive the move.
     """
     size = runtime.core.vllm_config.cache_config.block_size
-    return sum(
-        pages_of(r.num_computed_tokens + 1, size) for r in runtime.scheduler.requests.values() if r.num_computed_tokens
-    )
+    holders = [r for r in runtime.scheduler.requests.values() if r.num_computed_tokens]
+    return sum(pages_of(r.num_tokens + 1, size) for r in holders), len(holders)
+
+
+def admission_order(record: LiveRequest) -> int:
+    """Sort key: requests whose KV is whole first, then partial prefills, then those without KV.
+
+    vLLM stops admitting at the first request that does not fit: none that holds pages may stand behind one that needs
+    many more.
+    """
+    if not record.num_computed_tokens:
+        return 2
+    return 0 if record.num_computed_tokens >= len(record.prompt_token_ids) else 1
+
+
+def release_stuck(runtime: Runtime) -> bool:
+    """If nothing runs and the waiting requests hold the pages, free those of the last holder; whether one was found.
+
+    vLLM preempts only running requests, so imported ones that wait could block each other for good. The freed request
+    computes its KV again. All TP ranks decide alike, because their schedulers are alike.
+    """
+    scheduler = runtime.scheduler
+    if scheduler.running:
+        return False
+    for request in reversed(list(scheduler.waiting)):
+        if request.num_computed_tokens:
+            scheduler.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            request.num_preemptions += 1
+            return True
+    return False
 
 
 def snapshot_requests(runtime: Runtime) -> list[LiveRequest]:

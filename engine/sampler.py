@@ -59,6 +59,10 @@ class CounterSampler(nn.Module):
             self._req_ids = list(req_ids)
         return self._seeds
 
+    def forget_rows(self) -> None:
+        """Request ids may come back in another step with other seeds."""
+        self._req_ids = []
+
     def _seed_of(self, request_id: str) -> int:
         params: Any = self.runner.requests[request_id].sampling_params
         if params.temperature < 1e-5:

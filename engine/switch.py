@@ -21,9 +21,10 @@ from moebius.engine.layout import Layout
 from moebius.engine.requests import (
     LiveRequest,
     QuiesceError,
+    admission_order,
     detach_requests,
     import_requests,
-    pages_needed,
+    kv_demand,
     snapshot_requests,
 )
 from moebius.engine.runtime import Runtime, RuntimePair
@@ -55,13 +56,20 @@ class PhaseTimer:
 class Fit:
     """Outcome of the capacity check, the same on all ranks. `use` is the worst rank's share of source pages in use."""
 
-    needed: int
-    available: int
+    pages: int  # asked for by the requests with KV
+    pages_available: int
+    requests: int  # with KV
+    requests_available: int
     use: float
 
     @property
-    def fits(self) -> bool:
-        return self.needed <= self.available
+    def refusal(self) -> str | None:
+        """Why the switch cannot be, in words; None when it fits."""
+        if self.pages > self.pages_available:
+            return f"live requests need {self.pages} pages in TP, there are {self.pages_available}"
+        if self.requests > self.requests_available:
+            return f"{self.requests} requests have KV, TP runs {self.requests_available} at once (max_num_seqs)"
+        return None
 
 
 class Switcher:
@@ -78,11 +86,12 @@ class Switcher:
         """Whether all live requests fit TP's pages: one collective, the answer is the same on every rank."""
         source, target = self.pair.ep, self.pair.tp
         used = 1.0 - source.free_pages / source.usable_pages
-        mine = torch.tensor([pages_needed(source), 0, 0], dtype=torch.int64)
-        dist.all_reduce(mine, group=self.cpu_group)
+        demand = torch.tensor(kv_demand(source), dtype=torch.int64)
+        dist.all_reduce(demand, group=self.cpu_group)
+        pages, requests = demand.tolist()
         worst = torch.tensor([used], dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.cpu_group)
-        return Fit(needed=int(mine[0]), available=target.usable_pages, use=float(worst[0]))
+        return Fit(pages, target.usable_pages, requests, target.scheduler.max_num_running_reqs, float(worst[0]))
 
     def to_tp(self, fit: Fit, timer: PhaseTimer, *, iteration: int, t: float) -> SwitchRecord:
         """EP->TP with every live request. Raises QuiesceError with EP intact, SwitchError if the step is lost."""
@@ -132,14 +141,12 @@ class Switcher:
             _reset_prefix_cache(source)
             _reset_prefix_cache(target)
             target.install_groups()
-            # Started requests first, so that a request with KV is never behind one without.
             owners = [(rank, record) for rank, records in enumerate(by_rank) for record in records]
-            owners.sort(key=lambda owned: not owned[1].started)  # stable
+            owners.sort(key=lambda owned: admission_order(owned[1]))  # stable
             target_pages = import_requests(target, [record for _, record in owners])
         with timer.phase("kv"):
             kv_bytes = self._move_kv(owners, target_pages)
         with timer.phase("activate"):
-            self._synchronize()
             self.pair.activate(Layout.TP)
         return SwitchRecord(
             iteration=iteration,
@@ -165,6 +172,7 @@ class Switcher:
                 sent += self.mover.experts_ep_to_tp(ep.w13_weight, ep.w2_weight, tp.w13_weight, tp.w2_weight)
             else:
                 sent += self.mover.experts_tp_to_ep(tp.w13_weight, tp.w2_weight, ep.w13_weight, ep.w2_weight)
+        self._synchronize()  # so that the time of the move is not counted elsewhere
         return sent
 
     @torch.inference_mode()
@@ -182,6 +190,7 @@ class Switcher:
         sent = 0
         for source, target in zip(self.pair.ep.kv, self.pair.tp.kv, strict=True):
             sent += self.mover.kv_ep_to_tp(source, target, pages, head_ranges)
+        self._synchronize()
         return sent
 
     def _synchronize(self) -> None:

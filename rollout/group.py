@@ -56,6 +56,7 @@ class RolloutGroup:
         self._serial = 0  # of run_step calls: tells ranks which one an abort is for
         self._running: int | None = None
         self._update_s: float | None = None
+        self._updated = False  # the ranks hold, or held, other weights than the checkpoint's
         self._tokenizer: Any = None
         connect(config)
         self.device = resolve_device(config)
@@ -167,6 +168,7 @@ class RolloutGroup:
                 self._update_failed(ranks, version, error)
                 raise
             self._problem = None
+            self._updated = True
             self.policy_version = version
             self._update_s = time.perf_counter() - started
 
@@ -215,7 +217,7 @@ class RolloutGroup:
                 self._ranks = None
             connect(self.config)
             self._start()
-            if self.policy_version > 0:
+            if self._updated:
                 self._problem = (
                     f"the group was restarted and holds the checkpoint's weights, not policy version "
                     f"{self.policy_version}; send them with update_weights"
@@ -342,7 +344,13 @@ class RolloutGroup:
     ) -> list[StepOutcome]:
         self._serial += 1
         serial = self._serial
-        refs = ranks.submit("run_step", [(serial, own) for own in assign(requests, self.config.ranks)])
+        calls = [(serial, own) for own in assign(requests, self.config.ranks)]
+        try:
+            refs = ranks.submit("run_step", calls)
+        except BaseException:
+            # Some ranks may have the step and others not: they would never meet again.
+            self._lose(ranks, f"step {step} broke off while it was sent")
+            raise
         self._running = serial
         limit = self.config.step_timeout_s
         started = time.monotonic()
@@ -366,6 +374,8 @@ class RolloutGroup:
             self._step_lost(ranks, error)
             raise RankDied(str(error), rank=error.rank, step=step) from error
         except RankError as error:
+            if error.by_all and str(error.cause).startswith("RequestRefused"):
+                raise BadInput(f"step {step}: {error.cause}") from error  # no rank has started
             # The engines refuse further steps themselves after one that broke off.
             self._step_lost(ranks, error)
             raise

@@ -65,8 +65,8 @@ class Durations(_Part):
 class Phases(_Part):
     """Milliseconds of each phase of a switch, each the longest over the ranks (so their sum may exceed the pause)."""
 
-    decide: float = Field(0.0, ge=0, description="Policy decision and capacity check.")
-    quiesce: float = Field(0.0, ge=0, description="Draining iterations in flight.")
+    decide: float = Field(0.0, ge=0, description="Capacity check.")
+    quiesce: float = Field(0.0, ge=0, description="Waiting until nothing runs on the device.")
     export: float = Field(0.0, ge=0, description="Taking live requests out of the source runtime.")
     gather: float = Field(0.0, ge=0, description="Exchanging request records between ranks.")
     reshard: float = Field(0.0, ge=0, description="Moving expert bytes.")
@@ -96,7 +96,7 @@ class SwitchEntry(_Part):
 
 
 class CancelledEntry(_Part):
-    """A switch that the capacity check refused; the step went on in EP."""
+    """A switch that was refused (no room in TP, or a rank not at rest); the step went on in EP."""
 
     iteration: int = Field(ge=0, description="Iteration of the step.")
     t: float = Field(ge=0, description="Seconds since the step began.")
@@ -121,7 +121,7 @@ class StepReport(_Part):
     policy_version: int = Field(ge=0, description="Version of the weights.")
     model: str = Field(description="Model as configured.")
     ranks: int = Field(ge=1, description="Ranks of the switch group.")
-    device: str = Field(description="cpu, or the name of the GPU.")
+    device: str = Field(description="cpu or cuda.")
     created: str = Field(description="When the report was made, ISO 8601 in UTC.")
     versions: dict[str, str] = Field(description="Versions of python and, where installed, torch, vllm and ray.")
     counts: Counts = Field(description="Totals.")

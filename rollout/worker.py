@@ -159,6 +159,7 @@ class RankWorker:
             engine = self._running()
             with self._abort_lock:
                 self._serial, self._stepping = serial, True
+                engine.clear_aborts()
                 for _, keys in (early for early in self._early_aborts if early[0] == serial):
                     engine.abort(keys)
                 self._early_aborts = []
@@ -167,6 +168,7 @@ class RankWorker:
             finally:
                 with self._abort_lock:
                     self._stepping = False
+                    engine.clear_aborts()  # one may have come after the engine was done with the step
 
         return self._on_engine_thread(step)
 

@@ -56,6 +56,58 @@ def test_switch_that_never_fits(one_head_fleet: Fleet) -> None:
     assert {len(r.token_ids) for o in outcomes for r in o.results} == {16}
 
 
+def squeeze_tp(engine: Any, running: int | None) -> int:
+    """Let TP run so many at once and skip the capacity check; None: back to normal. Returns how often pages were freed."""
+    import moebius.engine.engine as loop
+    import moebius.engine.requests as requests
+    import moebius.engine.switch as switch
+
+    if running is None:
+        freed = engine.times_freed
+        switch.Fit.refusal, loop.release_stuck = engine.kept
+        engine.pair.tp.scheduler.max_num_running_reqs = engine.config.max_num_seqs
+        return freed
+    engine.kept, engine.times_freed = (switch.Fit.refusal, loop.release_stuck), 0
+
+    def counted(runtime: Any) -> bool:
+        freed = requests.release_stuck(runtime)
+        engine.times_freed += freed
+        return freed
+
+    switch.Fit.refusal, loop.release_stuck = property(lambda self: None), counted
+    engine.pair.tp.scheduler.max_num_running_reqs = running
+    return 0
+
+
+def test_requests_that_hold_pages_do_not_block_each_other(one_head_fleet: Fleet) -> None:
+    """Three requests hold 30 of 32 pages, one may run and needs 14 in the end: pages of waiting ones must be freed."""
+    sampling = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "logprobs": 0}
+    requests = [SampleRequest(SampleKey(p, 0), [5 + p] * 150, sampling, 100 + p) for p in range(3)]
+    want = work.collect(one_head_fleet.call(work.run, work.EP, per_rank=work.split(requests, 2)))
+    one_head_fleet.call(squeeze_tp, 1)
+    policy = PolicyConfig(kind="scheduled", at_iteration=5)
+    outcomes = one_head_fleet.call(work.run, policy, per_rank=work.split(requests, 2))
+    freed = one_head_fleet.call(squeeze_tp, None)
+    assert outcomes[0].stats.switches[0].live == 3
+    assert freed[0] == freed[1] > 0, "the situation did not come about"
+    work.assert_same(work.collect(outcomes), want)
+
+
+def test_more_requests_than_tp_runs_at_once(one_head_fleet: Fleet) -> None:
+    """Refused by the capacity check until few enough are left."""
+    requests = long_requests(4, 20)
+    policy = PolicyConfig(kind="scheduled", at_iteration=5, cooldown_iterations=100)
+    one_head_fleet.call(limit_running, 3)
+    outcomes = one_head_fleet.call(work.run, policy, per_rank=work.split(requests, 2))
+    one_head_fleet.call(limit_running, 32)
+    assert "4 requests have KV, TP runs 3 at once" in outcomes[0].stats.cancelled[0].reason
+    assert not outcomes[0].stats.switches
+
+
+def limit_running(engine: Any, running: int) -> None:
+    engine.pair.tp.scheduler.max_num_running_reqs = running
+
+
 def fail_to_quiesce_once(engine: Any) -> None:
     """On rank 1, the first snapshot of a switch finds something in flight."""
     import moebius.engine.switch as switch

@@ -145,6 +145,7 @@ def test_no_prompts_give_no_rollouts(group):
         ({"n": 1.5}, "got 1.5"),
         ({"sampling": {"temprature": 1.0}}, "did you mean 'temperature'"),
         ({"sampling": {"temperature": -1}}, "temperature"),
+        ({"sampling": {"logprobs": 50}}, "logprobs"),  # found by vLLM itself
         ({"sampling": {"n": 2}}, "unknown key 'n'"),
         ({"sampling": {"stop_token_ids": [100_000]}}, "stop_token_ids: token id 100000"),
         ({"step": -1}, "step: expected an int of at least 0"),
