@@ -57,7 +57,7 @@ def test_switch_that_never_fits(one_head_fleet: Fleet) -> None:
 
 
 def squeeze_tp(engine: Any, running: int | None) -> int:
-    """Let TP run so many at once and skip the capacity check; None: back to normal. Returns how often pages were freed."""
+    """Let TP run so many at once, unchecked; None: back to normal. Returns how often pages were freed."""
     import moebius.engine.engine as loop
     import moebius.engine.requests as requests
     import moebius.engine.switch as switch
