@@ -70,8 +70,8 @@ class Phases(_Part):
     export: float = Field(0.0, ge=0, description="Taking live requests out of the source runtime.")
     gather: float = Field(0.0, ge=0, description="Exchanging request records between ranks.")
     reshard: float = Field(0.0, ge=0, description="Moving expert bytes.")
-    kv: float = Field(0.0, ge=0, description="Moving KV pages.")
     import_: float = Field(0.0, ge=0, alias="import", description="Entering requests into the target runtime.")
+    kv: float = Field(0.0, ge=0, description="Moving KV pages.")
     activate: float = Field(0.0, ge=0, description="Making the target runtime the running one.")
 
     model_config = ConfigDict(

@@ -91,7 +91,8 @@ def rank_environment(setup: RankSetup) -> dict[str, str]:
         "VLLM_KV_CACHE_LAYOUT": "HND",
     }
     if setup.device == "cpu":
-        return env | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Dynamo off: the model runs eagerly on CPU anyway, and compiling the sampler's helpers slows every start.
+        return env | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return env | {
         # Peers map each other's memory, so each rank sees all GPUs of its group, and Ray must not narrow that again.
         "CUDA_VISIBLE_DEVICES": ",".join(setup.devices),
