@@ -36,6 +36,9 @@ class SlowEngine:
     def abort(self, keys: Any) -> None:
         self.aborts.append(keys)
 
+    def clear_aborts(self) -> None:
+        self.aborts = []
+
     def begin_update(self, version: int) -> None:
         self.threads.add(threading.current_thread().name)
         raise {0: ValueError("no"), 1: KeyError("x"), 2: OddError("odd"), 3: OddValueError("odd")}[version]
@@ -94,6 +97,7 @@ def test_aborts_reach_their_own_step_only(worker, engine):
     engine.finish.set()
     thread.join()
     worker.abort(1, None)  # too late
+    engine.abort(None)  # as if it had come just after the engine was done
     run_in_background(worker, 2).join()
     assert engine.seen == [[[SampleKey(0, 0)], None], []]
 
