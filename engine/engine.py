@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -312,6 +313,10 @@ class MoebiusEngine:
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _expected_weights(self) -> ExpectedWeights:
+        return ExpectedWeights.from_hf_config(self._hf_config)
+
     def begin_update(self, version: int) -> None:
         """Start a full update to policy `version`. Until it commits, steps are refused.
 
@@ -321,7 +326,7 @@ class MoebiusEngine:
         if self._broken:
             raise EngineDirty(self._broken)
         self._problem = f"the update to policy version {version} was not completed: send a full update"
-        self._update = (version, WeightSession(ExpectedWeights.from_hf_config(self._hf_config)))
+        self._update = (version, WeightSession(self._expected_weights))
         # All experts are about to be written in EP layout: nothing to move back.
         self._return_pending = False
         self.pair.activate(Layout.EP)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moebius.rollout.shm import clean_leftovers, make_ident, remove_own
+from moebius.rollout.shm import clean_leftovers, make_ident, name_python_segments, parse_ident, remove_own
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -43,6 +43,9 @@ def free_port() -> int:
 
 def _serve(pipe: Any, environment: dict[str, str], make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(environment)
+    ident = parse_ident(environment["MOEBIUS_GROUP_ID"])
+    assert ident is not None
+    name_python_segments(ident)
     try:
         subject = make(*arguments)
         pipe.send((True, None))
