@@ -9,11 +9,12 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help venv demo test lint types unit bench clean
+.PHONY: help venv demo example test lint types unit bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   three rollout steps with a tiny model on CPU; report in runs/demo"
+	@echo "make example  the loop of examples/grpo_loop.py, likewise"
 	@echo "make test   lint, types and tests"
 	@echo "make venv   only make the environment in $(VENV) (several GB; $(PYTHON) must be 3.11 or 3.12)"
 	@echo "make lint | types | unit | bench | clean"
@@ -32,6 +33,9 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 
 demo: $(STAMP)
 	@$(BIN)/moebius demo --out runs/demo
+
+example: $(STAMP)
+	@$(BIN)/python examples/grpo_loop.py runs/example
 
 test: lint types unit
 
