@@ -58,7 +58,7 @@ def demo(
     prompts: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 16,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples per question.")] = 8,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks of the group.")] = 2,
-    threshold: Annotated[int, typer.Option(min=0, help="Switch to TP when this many samples are left.")] = 24,
+    threshold: Annotated[int, typer.Option(min=0, help="Switch to TP when this many samples are left.")] = 32,
 ) -> None:
     """Run a complete loop with a tiny model on CPU. Needs no GPU and no download."""
     from moebius.rollout.demo import run_demo

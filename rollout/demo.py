@@ -55,8 +55,8 @@ def run_demo(
     prompts: int = 16,
     n: int = 8,
     ranks: int = 2,
-    threshold: int = 24,
-    max_tokens: int = 192,
+    threshold: int = 32,
+    max_tokens: int = 320,
     console: Console | None = None,
 ) -> Path:
     """Run `steps` rounds of generate, reward and weight update, and return the path of the HTML report.
