@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -93,21 +94,19 @@ class MoebiusEngine:
             EngineDirty: a weight update failed or a step broke off; the message says how to go on.
             RequestRefused: a request is not valid; the engine can go on with the next step.
         """
+        if self._broken or self._problem:
+            self.clear_aborts()
+            raise EngineDirty(self._broken or self._problem)
         started = time.perf_counter()
         stats = StepStats(rank=self.rank, world_size=self.world_size, admitted=len(requests))
         results: list[SampleResult] = []
         try:
-            if self._broken or self._problem:
-                raise EngineDirty(self._broken or self._problem)
             self._return_to_ep(stats)
             self._admit_all(requests)
             self._loop(stats, results, started, on_iteration)
             forget_finished(self.pair.active)
-        except (EngineDirty, RequestRefused) as error:
-            # Refused before anything was started on any rank, unless it came from inside the step.
-            if isinstance(error, EngineDirty) and not (self._broken or self._problem):
-                self._broken = f"the last step broke off ({error}): restart the group"
-            raise
+        except RequestRefused:
+            raise  # nothing was started on any rank
         except BaseException as error:
             self._broken = f"the last step broke off ({type(error).__name__}: {error}): restart the group"
             raise
@@ -381,8 +380,6 @@ class MoebiusEngine:
 
 
 def _world_size_from_env() -> int:
-    import os
-
     try:
         return int(os.environ["WORLD_SIZE"])
     except KeyError:

@@ -17,7 +17,7 @@ from vllm.v1.executor import Executor
 
 from moebius.engine import sampler, vllm_patches
 from moebius.engine.config import EngineConfig
-from moebius.engine.layout import Layout, ModelShape
+from moebius.engine.layout import Layout, ModelShape, ShardMap
 from moebius.engine.memory import SlotSizes, UnifiedBuffer
 
 # Swapped at a switch; _WORLD, _INNER_DP_WORLD and _NODE_COUNT are shared by both runtimes.
@@ -72,7 +72,6 @@ class RuntimePair:
 
     def __init__(self, config: EngineConfig, shape: ModelShape, world_size: int) -> None:
         vllm_patches.apply()
-        self.world_size = world_size
         self.shape = shape
         ep_config = _vllm_config(config, world_size, Layout.EP)
         tp_config = _vllm_config(config, world_size, Layout.TP)
@@ -167,7 +166,7 @@ def _slot_sizes(vllm_config: VllmConfig, shape: ModelShape, config: EngineConfig
     element = torch.empty(0, dtype=vllm_config.model_config.dtype).element_size()
     return SlotSizes(
         expert_layers=len(shape.moe_layers),
-        expert_bytes=shape.num_experts // world_size * 3 * shape.intermediate * shape.hidden * element,
+        expert_bytes=ShardMap(shape, world_size).expert_slot_bytes(element),
         kv_layers=shape.num_layers,
         kv_bytes=config.kv_cache_bytes // shape.num_layers,
     )

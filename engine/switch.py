@@ -79,7 +79,6 @@ class Switcher:
         self.pair = pair
         self.mover = mover
         self.cpu_group = cpu_group
-        self.rank = dist.get_rank(cpu_group)
         self.world_size = dist.get_world_size(cpu_group)
 
     def check_fit(self) -> Fit:

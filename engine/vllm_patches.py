@@ -84,11 +84,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def apply() -> None:
     """Apply all changes for this platform. Raises PatchError if the version is another or a change did not hold."""
     require_version()
-    from vllm.platforms import current_platform
-
-    targets = _common_changes()
-    if current_platform.is_cpu():
-        targets += _cpu_changes()
+    targets = _targets()
     for owner, name, make in targets:
         _replace(owner, name, make)
     broken = [f"{o.__name__}.{n}" for o, n, _ in targets if not getattr(getattr(o, n), _MARK, False)]
@@ -106,13 +102,17 @@ def fix_upstream() -> None:
 def check() -> list[str]:
     """Apply everything and return the names of the changed places; for `moebius doctor`."""
     apply()
-    from vllm.platforms import current_platform
-
-    targets = _common_changes() + (_cpu_changes() if current_platform.is_cpu() else [])
-    return [f"{o.__module__ if hasattr(o, '__module__') else o.__name__}.{n}" for o, n, _ in targets]
+    return [f"{o.__module__ if hasattr(o, '__module__') else o.__name__}.{n}" for o, n, _ in _targets()]
 
 
 Target = tuple[Any, str, Callable[[Any], Any]]
+
+
+def _targets() -> list[Target]:
+    """Every place that is changed on this platform."""
+    from vllm.platforms import current_platform
+
+    return _common_changes() + (_cpu_changes() if current_platform.is_cpu() else [])
 
 
 def _upstream_fixes() -> list[Target]:
