@@ -52,11 +52,19 @@ types: $(STAMP)
 	@for name in rollout engine kernels; do ln -sfn ../../../$$name build/typing/moebius/$$name; done
 	@MYPYPATH=build/typing $(BIN)/mypy -p moebius.rollout -p moebius.engine -p moebius.kernels
 
+# Needs two GPUs, and `moebius` on the PATH of an environment with the extras gpu and bench (.venv is for CPU).
+# All benchmarks, and other settings: docs/benchmarks/README.md.
+MOEBIUS ?= moebius
+BENCH_CONFIG ?= configs/shape_30b_x2.yaml
+BENCH_OUT ?= runs/bench
+BENCH_ENGINES ?= moebius,stock_tp,stock_ep
+BENCH_KV_BYTES ?= 8589934592
+
 bench:
-	@echo "There are no benchmarks in this repository yet. To measure your own workload, capture the output lengths of one"
-	@echo "run and replay them under each policy, which gives runs of equal work:"
-	@echo "  moebius rollout --config C.yaml --prompts P.jsonl --n 8 --out runs/a --capture-lengths lengths.json"
-	@echo "  moebius rollout ... --out runs/ep --replay-lengths lengths.json --set engine.policy.kind=static_ep"
+	@$(MOEBIUS) bench sweep --config $(BENCH_CONFIG) --engines $(BENCH_ENGINES) --out $(BENCH_OUT)/sweep \
+	  --set engine.kv_cache_bytes=$(BENCH_KV_BYTES) --context 128
+	@$(MOEBIUS) bench rollout --config $(BENCH_CONFIG) --engines $(BENCH_ENGINES) --out $(BENCH_OUT)/rollout \
+	  --set engine.kv_cache_bytes=$(BENCH_KV_BYTES) --scale 0.1 --cap 2000 --requests 512
 
 clean:
 	@rm -rf build runs .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

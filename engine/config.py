@@ -2,24 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 
 class PolicyConfig(BaseModel):
-    """When to switch from EP to TP within a step."""
+    """When to switch. docs/policies.md explains each kind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    kind: Literal["rollout", "interactive", "predictive", "static_ep", "static_tp", "scheduled"] = Field(
+        "rollout",
+        description="rollout: once when live <= threshold; interactive: to and fro with hysteresis; predictive: once, "
+        "when calibrated costs and learnt output lengths say that it pays; static_*: stay in that layout; scheduled: "
+        "at given iterations.",
+    )
+    threshold: int = Field(
+        64,
+        ge=0,
+        description="rollout: switch when unfinished samples over all ranks <= threshold; interactive: T_h, to EP when "
+        "they are more; predictive: as rollout until enough lengths are known.",
+    )
+    threshold_source: Literal["given", "calibrated"] = Field(
+        "given", description="calibrated: where the layouts' measured times cross, instead of `threshold`."
+    )
+    threshold_low: int | None = Field(
+        None, ge=0, description="interactive: T_l, to TP when the window's mean is below; None: 0.8 * threshold."
+    )
+    window: PositiveInt = Field(8, description="interactive: W, iterations that are averaged before going to TP.")
+    cooldown_s: float = Field(5.0, ge=0, description="interactive: C, seconds from a switch or refusal to the next.")
+    at_iteration: int = Field(0, ge=0, description="scheduled: to TP before this iteration of the step.")
+    back_at_iteration: int | None = Field(None, ge=1, description="scheduled: and back to EP before this one.")
+    cooldown_iterations: int = Field(32, ge=1, description="Iterations to wait after a cancelled switch.")
+    costs: str | None = Field(None, description="File of `moebius calibrate`; for predictive and threshold_source.")
+    every: PositiveInt = Field(16, description="predictive: most iterations between two forecasts.")
+
+    @model_validator(mode="after")
+    def _bands(self) -> PolicyConfig:
+        if self.threshold_low is not None and self.threshold_low > self.threshold:
+            raise ValueError(
+                f"threshold_low={self.threshold_low} is above threshold={self.threshold}: lower the first, or the "
+                "policy would switch to and fro at one load"
+            )
+        if self.back_at_iteration is not None and self.back_at_iteration <= self.at_iteration:
+            raise ValueError(f"back_at_iteration={self.back_at_iteration} must come after at_iteration")
+        return self
+
+    @property
+    def low(self) -> float:
+        """T_l of the interactive policy."""
+        return 0.8 * self.threshold if self.threshold_low is None else float(self.threshold_low)
+
+
+class ProfileConfig(BaseModel):
+    """Chrome traces of the iterations around a switch. Profiling slows a step down: take no timings from its report."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["rollout", "static_ep", "static_tp", "scheduled"] = Field(
-        "rollout",
-        description="rollout: once when live <= threshold; scheduled: once at iteration `at_iteration`; "
-        "static_*: never leave that layout.",
+    folder: str | None = Field(None, description="Where traces go, on the ranks' host; None: no profiling.")
+    steps: PositiveInt | None = Field(None, description="Profile the first so many steps only; None: every step.")
+    before: PositiveInt = Field(16, description="At most so many iterations before the switch.")
+    after: PositiveInt = Field(8, description="Iterations after the switch.")
+    margin: float = Field(0.1, ge=0, description="Begin when live samples are at most (1 + margin) * threshold.")
+    at_iteration: int | None = Field(
+        None, ge=0, description="Profile from this iteration of a step instead, `after` iterations, switch or not."
     )
-    threshold: int = Field(64, ge=0, description="rollout: switch when unfinished samples over all ranks <= threshold.")
-    at_iteration: int = Field(0, ge=0, description="scheduled: switch before this iteration of the step.")
-    cooldown_iterations: int = Field(32, ge=1, description="Iterations to wait after a cancelled switch.")
 
 
 class EngineConfig(BaseModel):
@@ -33,14 +81,28 @@ class EngineConfig(BaseModel):
     max_model_len: PositiveInt | None = Field(None, description="Tokens of prompt + output; None: the model's limit.")
     max_num_seqs: PositiveInt = Field(256, description="Samples decoding at once per EP rank, and in all in TP.")
     max_num_batched_tokens: PositiveInt | None = Field(None, description="Tokens per iteration and scheduler.")
+    hf_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Replace entries of the model's config.json, e.g. num_hidden_layers: 4."
+    )
     block_size: PositiveInt = Field(16, description="Tokens per KV page.")
     kv_cache_bytes: PositiveInt = Field(1 << 30, description="KV memory per rank in bytes, without the spare slot.")
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    capture_sizes: list[PositiveInt] | None = Field(
+        None, min_length=1, description="Batch sizes of CUDA graphs in both layouts; None: chosen from the policy."
+    )
+    max_capture_size: PositiveInt | None = Field(None, description="Choose no capture size above this one.")
     attention_backend: str | None = Field(
         None,
         description="vLLM's name of a backend, e.g. TRITON_ATTN for exact fp32 on GPUs; None: vLLM's choice.",
     )
+    custom_all_reduce: bool = Field(
+        True, description="vLLM's all-reduce over peer memory in TP; off where peers cannot map each other's memory."
+    )
+    async_scheduling: bool = Field(
+        True, description="Schedule the next iteration while the last one runs (vLLM's default on GPUs)."
+    )
     seed: int = 0
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     policy: PolicyConfig = PolicyConfig()
+    profile: ProfileConfig = ProfileConfig()

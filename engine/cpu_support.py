@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend lacks for EP: variable-size collectives and experts that honour `expert_map`.
+"""What vLLM's CPU backend lacks: variable-size collectives, experts that honour `expert_map`, asynchronous scheduling.
 
 Correctness on a machine without GPUs is the purpose; none of this runs on CUDA.
 """
@@ -97,3 +97,40 @@ class LiveWeightExperts:
             hidden = F.linear(F.silu(gate) * up, layer.w2_weight[expert])
             out.index_add_(0, token, hidden * weights[token, choice, None].to(x.dtype))
         return out
+
+
+class _Done:
+    """An event of work that is over when it is recorded."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def host_async_output(
+    self: Any,
+    model_runner_output: Any,
+    sampled_token_ids: torch.Tensor,
+    logprobs_tensors: Any,
+    invalid_req_indices: list[int],
+    async_output_copy_stream: Any,
+    vocab_size: int,
+    routed_experts: Any = None,
+    check_ep_fault: bool = False,
+) -> None:
+    """`AsyncGPUModelRunnerOutput.__init__` without streams: the tokens are there, but handed over an iteration later.
+
+    With it the CPU runs the same asynchronous scheduling as GPUs do (placeholders, two batches in the queue), so that
+    draining and hand-over are tested where there is no GPU.
+    """
+    if routed_experts is not None or check_ep_fault:
+        raise ValueError("routed experts and fault checks are not supported on CPU")
+    self._model_runner_output = model_runner_output
+    self._invalid_req_indices = invalid_req_indices
+    self.async_copy_ready_event = _Done()
+    self._sampled_token_ids = sampled_token_ids
+    self.vocab_size = vocab_size
+    self._logprobs_tensors = logprobs_tensors
+    self._routed_experts = self._routed_experts_cpu = self._has_fault = None
+    # The next batch is sampled into memory of its own, as copies on a GPU would be.
+    self.sampled_token_ids_cpu = sampled_token_ids.clone()
+    self._logprobs_tensors_cpu = logprobs_tensors

@@ -202,6 +202,26 @@ def distribute(costs: Sequence[float], ranks: int) -> list[int]:
     return chosen
 
 
+def place(costs: Sequence[float], owners: Sequence[int], ranks: int, slack: float = 0.05) -> list[int]:
+    """Spread running requests over ranks, leaving them where they are as far as the balance allows.
+
+    Longest first, each to the rank that owns it while that rank's load stays within (1 + slack) of the mean, else to
+    the least loaded rank (ties: the lower rank). Moving a request costs its new owner a pass over all its tokens for
+    detokenization, so few should move. The same on every rank. Raises ValueError as `distribute`.
+    """
+    distribute(costs, ranks)  # only for its checks
+    limit = (1.0 + slack) * sum(costs) / ranks
+    loads = [0.0] * ranks
+    chosen = list(owners)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = owners[index]
+        if loads[rank] + costs[index] > limit:
+            rank = loads.index(min(loads))
+        loads[rank] += costs[index]
+        chosen[index] = rank
+    return chosen
+
+
 def _as_mapping(config: Mapping[str, Any] | Any) -> Mapping[str, Any]:
     values = config if isinstance(config, Mapping) else config.to_dict()
     inner = values.get("text_config")  # multimodal wrappers keep the language model one level down

@@ -16,9 +16,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from moebius.engine import sampler, vllm_patches
+from moebius.engine.capture import capture_sizes
 from moebius.engine.config import EngineConfig
 from moebius.engine.layout import Layout, ModelShape, ShardMap
 from moebius.engine.memory import SlotSizes, UnifiedBuffer
+from moebius.engine.startup import StartupClock
 
 # Swapped at a switch; _WORLD, _INNER_DP_WORLD and _NODE_COUNT are shared by both runtimes.
 PARALLEL_GROUPS = ("_TP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
@@ -48,6 +50,11 @@ class Runtime:
         return self.core.scheduler
 
     @property
+    def page_size(self) -> int:
+        """Tokens per KV page."""
+        return self.core.vllm_config.cache_config.block_size
+
+    @property
     def usable_pages(self) -> int:
         """Pages requests can hold; vLLM keeps one null block."""
         return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -71,21 +78,24 @@ class RuntimePair:
     """The EP and TP runtimes of this rank. `front` does input and output processing for the requests of this rank."""
 
     def __init__(self, config: EngineConfig, shape: ModelShape, world_size: int) -> None:
+        self.clock = StartupClock()
         vllm_patches.apply()
         self.shape = shape
-        ep_config = _vllm_config(config, world_size, Layout.EP)
-        tp_config = _vllm_config(config, world_size, Layout.TP)
+        with self.clock.part("config"):
+            ep_config = _vllm_config(config, world_size, Layout.EP)
+            tp_config = _vllm_config(config, world_size, Layout.TP)
         device = torch.device(ep_config.device_config.device_type)
-        self.buffer = UnifiedBuffer(_slot_sizes(ep_config, shape, config, world_size), _rank_device(device))
+        with self.clock.part("buffer"):
+            self.buffer = UnifiedBuffer(_slot_sizes(ep_config, shape, config, world_size), _rank_device(device))
 
         # TP first: its groups are set aside, then the front is built around the EP core, whose experts (loaded last)
         # are the ones that stand in the buffer afterwards.
-        with vllm_patches.binding(self.buffer, Layout.TP) as bound:
+        with self.clock.runtime(Layout.TP), vllm_patches.binding(self.buffer, Layout.TP) as bound:
             core = EngineCore(tp_config, Executor.get_class(tp_config), log_stats=False)
         self.tp = _finish(Layout.TP, core, bound)
         for name in PARALLEL_GROUPS:
             setattr(parallel_state, name, None)
-        with vllm_patches.binding(self.buffer, Layout.EP) as bound:
+        with self.clock.runtime(Layout.EP), vllm_patches.binding(self.buffer, Layout.EP) as bound:
             self.front = LLMEngine(
                 vllm_config=ep_config,
                 executor_class=Executor.get_class(ep_config),
@@ -145,6 +155,8 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        hf_overrides=config.hf_overrides,
+        cudagraph_capture_sizes=capture_sizes(layout, config) if cuda and not config.enforce_eager else None,
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -154,12 +166,16 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         seed=config.seed,
         logprobs_mode=config.logprobs_mode,
         disable_log_stats=True,
-        async_scheduling=False,
+        async_scheduling=config.async_scheduling and cuda,
+        disable_custom_all_reduce=not config.custom_all_reduce,
         distributed_executor_backend="external_launcher",
-        **({"moe_backend": "triton", "gpu_memory_utilization": 0.3} if cuda else {}),
+        **({"moe_backend": "triton", "gpu_memory_utilization": 0.02} if cuda else {}),
         **layout_args,
     )
-    return arguments.create_engine_config()
+    vllm_config = arguments.create_engine_config()
+    # vLLM's CPU platform turns it off as not worth while; here it is wanted so that one code path serves both.
+    vllm_config.scheduler_config.async_scheduling = config.async_scheduling
+    return vllm_config
 
 
 def _slot_sizes(vllm_config: VllmConfig, shape: ModelShape, config: EngineConfig, world_size: int) -> SlotSizes:
@@ -190,5 +206,7 @@ def _finish(layout: Layout, core: EngineCore, bound: vllm_patches.Binding) -> Ru
         )
     if not bound.expert_modules or not bound.kv_layer_names:
         raise RuntimeBuildError(f"{layout.value}: no experts or no KV were placed in the unified buffer")
+    if not torch.cuda.is_available():
+        runtime.runner.prepare_inputs_event = None  # an event of a device there is not
     sampler.install(runtime.runner)
     return runtime

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from moebius.kernels.noise import gumbel_noise
+from moebius.kernels.gumbel import gumbel_argmax
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -22,7 +22,11 @@ SEED_FIELD = "moebius_seed"  # key in SamplingParams.extra_args
 
 
 class CounterSampler(nn.Module):
-    """Drop-in for vLLM's `TopKTopPSampler`: same filtering and logprobs, counter-based noise (Gumbel-max)."""
+    """Drop-in for vLLM's `TopKTopPSampler`: same filtering and logprobs, counter-based noise (Gumbel-max).
+
+    Nothing here waits for the device, which asynchronous scheduling relies on, and an iteration with the batch of the
+    one before does no work per row on the host.
+    """
 
     runner: GPUModelRunner
 
@@ -31,7 +35,7 @@ class CounterSampler(nn.Module):
         # Not a submodule: the runner owns the sampler.
         object.__setattr__(self, "runner", runner)
         self.logprobs_mode = logprobs_mode
-        self._req_ids: list[str] = []
+        self._rows_of: object = None  # the SamplingMetadata that `_seeds` were read for
         self._seeds = torch.empty(0, dtype=torch.int64)
 
     def forward(
@@ -46,22 +50,35 @@ class CounterSampler(nn.Module):
             raise ValueError("per-request torch generators are not used here: pass the seed in extra_args instead")
         logits = apply_top_k_top_p(logits, k, p)
         kept = logits.log_softmax(dim=-1, dtype=torch.float32) if self.logprobs_mode == "processed_logprobs" else None
-        rows, vocab = logits.shape
         # seq_lens counts the tokens up to and including this iteration: the position of the token drawn now.
-        positions = self.runner.seq_lens[:rows].to(torch.int64)
-        noise = gumbel_noise(self._row_seeds(rows).to(logits.device), positions, vocab)
-        return (logits + noise).argmax(dim=-1), kept
-
-    def _row_seeds(self, rows: int) -> torch.Tensor:
-        req_ids = self.runner.input_batch.req_ids[:rows]
-        if req_ids != self._req_ids:  # rebuilt only when the batch changes
-            self._seeds = torch.tensor([self._seed_of(r) for r in req_ids], dtype=torch.int64)
-            self._req_ids = list(req_ids)
-        return self._seeds
+        positions = self.runner.seq_lens[: logits.shape[0]]
+        return gumbel_argmax(logits, self._row_seeds(logits.device), positions), kept
 
     def forget_rows(self) -> None:
         """Request ids may come back in another step with other seeds."""
-        self._req_ids = []
+        self._rows_of = None
+
+    def warm_up(self) -> None:
+        """Compile the kernel for this runner's vocabulary now rather than in the first iteration."""
+        device, vocab = self.runner.device, self.runner.model_config.get_vocab_size()
+        seeds = torch.zeros(1, dtype=torch.int64, device=device)
+        gumbel_argmax(torch.zeros((1, vocab), device=device), seeds, self.runner.seq_lens[:1])
+
+    def _row_seeds(self, device: torch.device) -> torch.Tensor:
+        """Seeds of the batch's rows, int64 [rows] on `device`; read again only when the batch has changed.
+
+        Every row that vLLM adds, removes or moves is noted in the input batch's `batch_update_builder`, and
+        `InputBatch.refresh_metadata`, run before each forward pass, makes a new SamplingMetadata if anything was noted.
+        So the object stands for the rows; keeping it keeps its identity from being used again.
+        """
+        batch = self.runner.input_batch
+        if batch.sampling_metadata is not self._rows_of:
+            # Copied from pinned memory without waiting; torch keeps that memory until the copy is done.
+            seeds = [self._seed_of(request_id) for request_id in batch.req_ids]
+            on_host = torch.tensor(seeds, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._seeds = on_host.to(device, non_blocking=True)
+            self._rows_of = batch.sampling_metadata
+        return self._seeds
 
     def _seed_of(self, request_id: str) -> int:
         params: Any = self.runner.requests[request_id].sampling_params
@@ -76,4 +93,6 @@ class CounterSampler(nn.Module):
 def install(runner: GPUModelRunner) -> None:
     """Give `runner` the counter-based sampler; it keeps the runner's logprobs mode."""
     sampler: Any = runner.sampler
-    sampler.topk_topp_sampler = CounterSampler(runner, sampler.logprobs_mode)
+    sampler.topk_topp_sampler = counter = CounterSampler(runner, sampler.logprobs_mode)
+    if runner.device.type == "cuda":
+        counter.warm_up()

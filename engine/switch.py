@@ -1,14 +1,16 @@
 """The switch: live requests, their KV and the experts go from one runtime to the other, between two iterations.
 
-Phases, in order: decide (capacity), quiesce, export (snapshot), gather, reshard (experts), import (target pages),
-kv (bytes into those pages), activate. Until `gather` nothing has changed and a failure leaves EP running; after it the
-source is gone and a failure ends the step.
+Phases, in order: quiesce (drain), decide (capacity), export (snapshot), gather (to TP: every rank gets all requests),
+reshard (experts), import (target pages), front (to EP: requests that change their rank), kv (bytes into those pages),
+activate. Until `gather` nothing has changed and a failure leaves the source running; after it the source is gone and a
+failure ends the step. To EP nothing is gathered: every rank of TP has all requests and knows whose they are.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from vllm.v1.request import Request
 
-from moebius.engine.layout import Layout
+from moebius.engine.front import RequestFront
+from moebius.engine.layout import Layout, place
 from moebius.engine.requests import (
-    LiveRequest,
+    Placement,
     QuiesceError,
+    RequestBatch,
     admission_order,
     detach_requests,
     import_requests,
     kv_demand,
+    reset_prefix_cache,
     snapshot_requests,
 )
-from moebius.engine.runtime import Runtime, RuntimePair
+from moebius.engine.runtime import RuntimePair
 from moebius.engine.types import SwitchRecord
 from moebius.kernels.collective import Mover
 from moebius.kernels.plan import kv_head_ranges
@@ -47,116 +53,222 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            yield
+            with torch.profiler.record_function(f"switch: {name}"):
+                yield
         finally:
             self.ms[name] = self.ms.get(name, 0.0) + 1e3 * (time.perf_counter() - started)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Many objects are made at once; looking through the whole heap for cycles among them would take longer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass
 class Fit:
-    """Outcome of the capacity check, the same on all ranks. `use` is the worst rank's share of source pages in use."""
+    """Outcome of the capacity check, the same on all ranks; pages and requests are those of the fullest target rank."""
 
+    to: Layout
     pages: int  # asked for by the requests with KV
     pages_available: int
     requests: int  # with KV
     requests_available: int
-    use: float
+    use: float  # the worst rank's share of source pages in use
 
     @property
     def refusal(self) -> str | None:
         """Why the switch cannot be, in words; None when it fits."""
         if self.pages > self.pages_available:
-            return f"live requests need {self.pages} pages in TP, there are {self.pages_available}"
+            return f"live requests need {self.pages} pages in {self.to.value}, there are {self.pages_available}"
         if self.requests > self.requests_available:
-            return f"{self.requests} requests have KV, TP runs {self.requests_available} at once (max_num_seqs)"
+            runs = f"{self.to.value} runs {self.requests_available} at once (max_num_seqs)"
+            return f"{self.requests} requests have KV, {runs}"
         return None
 
 
 class Switcher:
-    """Moves a step from EP to TP with live requests, and the experts back when none are live."""
+    """Moves a step between the layouts with its live requests, and the experts alone between steps."""
 
     def __init__(self, pair: RuntimePair, mover: Mover, cpu_group: dist.ProcessGroup) -> None:
         self.pair = pair
         self.mover = mover
         self.cpu_group = cpu_group
-        self.world_size = dist.get_world_size(cpu_group)
+        self.world_size, self.rank = dist.get_world_size(cpu_group), dist.get_rank(cpu_group)
+        self.experts_in = Layout.EP  # where the expert bytes stand, whichever runtime is active
+        self.owners: dict[str, int] = {}  # in TP: the rank whose front has the request; the same on every rank
 
-    def check_fit(self) -> Fit:
+    def warm_up(self) -> None:
+        """Let the mover make its connections and take its staging memory; a collective, called once at start."""
+        parameters = [p for module in self.pair.ep.expert_modules for p in (module.w13_weight, module.w2_weight)]
+        self.mover.warm_up(max(p.numel() * p.element_size() for p in parameters), parameters[0].device)
+
+    # ---- EP -> TP ---------------------------------------------------------------------------------------------------
+
+    def fits_tp(self) -> Fit:
         """Whether all live requests fit TP's pages: one collective, the answer is the same on every rank."""
         source, target = self.pair.ep, self.pair.tp
         used = 1.0 - source.free_pages / source.usable_pages
-        demand = torch.tensor(kv_demand(source), dtype=torch.int64)
-        dist.all_reduce(demand, group=self.cpu_group)
-        pages, requests = demand.tolist()
-        worst = torch.tensor([used], dtype=torch.float64)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.cpu_group)
-        return Fit(pages, target.usable_pages, requests, target.scheduler.max_num_running_reqs, float(worst[0]))
+        mine = torch.tensor([*kv_demand(source), used], dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self.cpu_group)
+        by_rank = torch.stack(parts)
+        pages, requests, _ = by_rank.sum(dim=0).tolist()
+        running = target.scheduler.max_num_running_reqs
+        return Fit(Layout.TP, int(pages), target.usable_pages, int(requests), running, float(by_rank[:, 2].max()))
 
     def to_tp(self, fit: Fit, timer: PhaseTimer, *, iteration: int, t: float) -> SwitchRecord:
         """EP->TP with every live request. Raises QuiesceError with EP intact, SwitchError if the step is lost."""
-        source, target = self.pair.ep, self.pair.tp
         with timer.phase("quiesce"):
             self._synchronize()
         with timer.phase("export"):
-            records, problem = self._snapshot(source)
+            mine = self._snapshot()
         with timer.phase("gather"):
-            by_rank = self._gather(records, problem)
-        try:
-            return self._commit(source, target, by_rank, fit, timer, iteration=iteration, t=t)
-        except Exception as error:
-            raise SwitchError(f"switch to TP failed after export: {error}") from error
+            batches = self._gather(mine)
+        with _all_or_nothing(Layout.TP):
+            order = admission_order(batches)
+            self.owners = {batches[rank].ids[row]: rank for rank, row in order}
+            placement, _, sent = self._migrate(Layout.TP, batches, order, timer)
+            with timer.phase("kv"):
+                kv_bytes = self._kv_to_tp(placement)
+        counts, tokens = [len(batch) for batch in batches], sum(int(batch.computed.sum()) for batch in batches)
+        return self._activate(fit, timer, iteration, t, counts, tokens, (sent, kv_bytes))
 
-    def _snapshot(self, source: Runtime) -> tuple[list[LiveRequest], str | None]:
+    def _snapshot(self) -> RequestBatch | str:
         try:
-            return snapshot_requests(source), None
+            return snapshot_requests(self.pair.ep)
         except QuiesceError as error:
-            return [], str(error)  # told to all ranks by _gather, which then raises on each of them
+            return str(error)  # told to all ranks by _gather, which then raises on each of them
 
-    def _gather(self, records: list[LiveRequest], problem: str | None) -> list[list[LiveRequest]]:
+    def _gather(self, mine: RequestBatch | str) -> list[RequestBatch]:
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, (problem, records), group=self.cpu_group)
-        problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text]
+        dist.all_gather_object(gathered, mine, group=self.cpu_group)
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if isinstance(text, str)]
         if problems:
             raise QuiesceError("; ".join(problems))
-        return [records for _, records in gathered]
+        return gathered
 
-    def _commit(
+    @torch.inference_mode()
+    def _kv_to_tp(self, placement: Placement) -> int:
+        pages = self._page_pairs(placement.owner, placement.source, placement.target)
+        heads = kv_head_ranges(self.pair.shape.num_kv_heads, self.world_size)
+        layers = zip(self.pair.ep.kv, self.pair.tp.kv, strict=True)
+        sent = sum(self.mover.kv_ep_to_tp(source, target, pages, heads) for source, target in layers)
+        self._synchronize()
+        return sent
+
+    # ---- TP -> EP ---------------------------------------------------------------------------------------------------
+
+    def place(self) -> dict[str, int]:
+        """The EP rank of every live request of TP; the same on every rank."""
+        requests = self.pair.tp.scheduler.requests
+        ranks = place([r.num_tokens for r in requests.values()], [self.owners[i] for i in requests], self.world_size)
+        return dict(zip(requests, ranks, strict=True))
+
+    def fits_ep(self, ranks: dict[str, int]) -> Fit:
+        """Whether the requests fit the EP ranks that `ranks` gives them. No collective: every rank knows all of it."""
+        source, target = self.pair.tp, self.pair.ep
+        used = 1.0 - source.free_pages / source.usable_pages
+        demands = [kv_demand(source, {i for i, r in ranks.items() if r == rank}) for rank in range(self.world_size)]
+        pages, requests = max(demand[0] for demand in demands), max(demand[1] for demand in demands)
+        return Fit(Layout.EP, pages, target.usable_pages, requests, target.scheduler.max_num_running_reqs, used)
+
+    def to_ep(
+        self, fit: Fit, ranks: dict[str, int], front: RequestFront, timer: PhaseTimer, *, iteration: int, t: float
+    ) -> SwitchRecord:
+        """TP->EP with every live request, each to the rank that `ranks` gives it.
+
+        Raises QuiesceError with TP intact, SwitchError if the step is lost.
+        """
+        with timer.phase("quiesce"):
+            self._synchronize()
+        with timer.phase("export"):
+            everything = snapshot_requests(self.pair.tp, with_tokens=False)
+        with _all_or_nothing(Layout.EP):
+            order = [(0, row) for row in np.argsort(everything.admission_class(), kind="stable").tolist()]
+            mine = [(_, row) for _, row in order if ranks[everything.ids[row]] == self.rank]
+            placement, requests, sent = self._migrate(Layout.EP, [everything], mine, timer)
+            with timer.phase("front"):
+                self._move_fronts(ranks, front, requests)
+            with timer.phase("kv"):
+                kv_bytes = self._kv_to_ep(placement)
+            self.owners = {}
+        counts = np.bincount([ranks[request_id] for request_id in everything.ids], minlength=self.world_size).tolist()
+        return self._activate(fit, timer, iteration, t, counts, int(everything.computed.sum()), (sent, kv_bytes))
+
+    def _move_fronts(self, ranks: dict[str, int], front: RequestFront, requests: dict[str, Request]) -> None:
+        """Requests whose rank is not the one they were on get a front there; a collective if there are any."""
+        moving = [request_id for request_id, rank in ranks.items() if rank != self.owners[request_id]]
+        if not moving:
+            return
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, front.release(moving), group=self.cpu_group)
+        records = [record for part in gathered for record in part]
+        front.adopt([record for record in records if ranks[record.request_id] == self.rank], requests)
+
+    @torch.inference_mode()
+    def _kv_to_ep(self, placement: Placement) -> int:
+        """Only the owner knows its target pages: they are told to all, since a mover may write into a peer's memory."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, (placement.source, placement.target), group=self.cpu_group)
+        owner = np.repeat(np.arange(self.world_size), [len(source) for source, _ in gathered])
+        source, target = (np.concatenate([part[side] for part in gathered]) for side in (0, 1))
+        pages = self._page_pairs(owner, source, target)
+        heads = kv_head_ranges(self.pair.shape.num_kv_heads, self.world_size)
+        layers = zip(reversed(self.pair.tp.kv), reversed(self.pair.ep.kv), strict=True)
+        sent = sum(self.mover.kv_tp_to_ep(tp, ep, pages, heads) for tp, ep in layers)
+        self._synchronize()
+        return sent
+
+    # ---- both -------------------------------------------------------------------------------------------------------
+
+    def _migrate(
+        self, to: Layout, batches: Sequence[RequestBatch], order: Sequence[tuple[int, int]], timer: PhaseTimer
+    ) -> tuple[Placement, dict[str, Request], int]:
+        """Requests and experts; what remains is KV. Returns also the detached requests, and bytes of experts sent."""
+        source, target = (self.pair.ep, self.pair.tp) if to is Layout.TP else (self.pair.tp, self.pair.ep)
+        with timer.phase("export"):
+            requests = detach_requests(source)
+        with timer.phase("reshard"):
+            sent = self.reshard(to)
+        with timer.phase("import"):
+            # Its hashes describe pages long gone. Those of the source are forgotten before it runs again.
+            if not reset_prefix_cache(target):
+                raise SwitchError(f"pages of the {to.value} runtime are in use: its prefix cache cannot be reset")
+            target.install_groups()
+            placement = import_requests(target, batches, order, requests)
+        return placement, requests, sent
+
+    def _activate(
         self,
-        source: Runtime,
-        target: Runtime,
-        by_rank: list[list[LiveRequest]],
         fit: Fit,
         timer: PhaseTimer,
-        *,
         iteration: int,
         t: float,
+        live_by_rank: list[int],
+        kv_tokens: int,
+        sent: tuple[int, int],
     ) -> SwitchRecord:
-        with timer.phase("export"):
-            detach_requests(source)
-        with timer.phase("reshard"):
-            expert_bytes = self.reshard(Layout.TP)
-        with timer.phase("import"):
-            # Hashes of the source describe pages about to be overwritten, those of the target pages long gone.
-            _reset_prefix_cache(source)
-            _reset_prefix_cache(target)
-            target.install_groups()
-            owners = [(rank, record) for rank, records in enumerate(by_rank) for record in records]
-            owners.sort(key=lambda owned: admission_order(owned[1]))  # stable
-            target_pages = import_requests(target, [record for _, record in owners])
-        with timer.phase("kv"):
-            kv_bytes = self._move_kv(owners, target_pages)
         with timer.phase("activate"):
-            self.pair.activate(Layout.TP)
+            self.pair.activate(fit.to)
+        target = self.pair.active
         return SwitchRecord(
+            to=fit.to.value,
             iteration=iteration,
             t=t,
-            live=len(owners),
-            live_by_rank=[len(records) for records in by_rank],
-            kv_tokens=sum(record.num_computed_tokens for _, record in owners),
+            live=sum(live_by_rank),
+            live_by_rank=live_by_rank,
+            kv_tokens=kv_tokens,
             phases_ms=dict(timer.ms),
             pause_ms=sum(timer.ms.values()),
-            expert_bytes=expert_bytes,
-            kv_bytes=kv_bytes,
+            expert_bytes=sent[0],
+            kv_bytes=sent[1],
             kv_use_before=fit.use,
             kv_use_after=1.0 - target.free_pages / target.usable_pages,
         )
@@ -172,32 +284,29 @@ class Switcher:
             else:
                 sent += self.mover.experts_tp_to_ep(tp.w13_weight, tp.w2_weight, ep.w13_weight, ep.w2_weight)
         self._synchronize()  # so that the time of the move is not counted elsewhere
+        self.experts_in = to
         return sent
 
-    @torch.inference_mode()
-    def _move_kv(self, owners: list[tuple[int, LiveRequest]], target_pages: list[np.ndarray]) -> int:
+    def _page_pairs(
+        self, owner: np.ndarray, source: np.ndarray, target: np.ndarray
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By rank: the (source, target) page ids of its requests, on the device."""
         device = self.pair.tp.kv[0].device
-        pages = []
-        for rank in range(self.world_size):
-            mine = [(r.page_ids, dst) for (owner, r), dst in zip(owners, target_pages, strict=True) if owner == rank]
-            from_ids, to_ids = (
-                torch.from_numpy(np.concatenate([np.empty(0, np.int64), *(pair[side] for pair in mine)])).to(device)
-                for side in (0, 1)
-            )
-            pages.append((from_ids, to_ids))
-        head_ranges = kv_head_ranges(self.pair.shape.num_kv_heads, self.world_size)
-        sent = 0
-        for source, target in zip(self.pair.ep.kv, self.pair.tp.kv, strict=True):
-            sent += self.mover.kv_ep_to_tp(source, target, pages, head_ranges)
-        self._synchronize()
-        return sent
+        return [
+            (torch.from_numpy(source[owner == rank]).to(device), torch.from_numpy(target[owner == rank]).to(device))
+            for rank in range(self.world_size)
+        ]
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
 
-def _reset_prefix_cache(runtime: Runtime) -> None:
-    # vLLM only warns and returns False when pages are still in use.
-    if not runtime.scheduler.reset_prefix_cache():
-        raise SwitchError(f"the {runtime.layout.value} prefix cache could not be reset: pages are still in use")
+@contextmanager
+def _all_or_nothing(to: Layout) -> Iterator[None]:
+    """The source is given up inside the block: whatever fails there ends the step."""
+    try:
+        with _no_garbage_collection():
+            yield
+    except Exception as error:
+        raise SwitchError(f"switch to {to.value} failed after export: {error}") from error

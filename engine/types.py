@@ -51,14 +51,15 @@ class Iteration:
 
 @dataclass(slots=True)
 class SwitchRecord:
-    """One EP->TP switch with live requests; phases in ms, bytes as sent by this rank to its peers."""
+    """One switch with live requests; phases in ms, bytes as sent by this rank to its peers."""
 
+    to: str  # "TP" | "EP"
     iteration: int
     t: float
     live: int
     live_by_rank: list[int]
     kv_tokens: int
-    phases_ms: dict[str, float]  # decide quiesce export gather reshard kv import activate
+    phases_ms: dict[str, float]  # quiesce decide export gather reshard import front kv activate
     pause_ms: float
     expert_bytes: int
     kv_bytes: int

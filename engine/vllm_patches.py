@@ -221,6 +221,7 @@ def _cpu_changes() -> list[Target]:
     import vllm._custom_ops as ops
     from vllm.distributed.device_communicators import cpu_communicator
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
 
     from moebius.engine import cpu_support
 
@@ -233,6 +234,8 @@ def _cpu_changes() -> list[Target]:
         (communicator, "reduce_scatterv", lambda _: cpu_support.reduce_scatterv),
         # The stock CPU experts ignore expert_map and hold on to views taken at load time.
         (cpu_fused_moe, "CPUFusedMOE", lambda _: cpu_support.LiveWeightExperts),
+        # Streams and events that CPUs do not have.
+        (AsyncGPUModelRunnerOutput, "__init__", lambda _: cpu_support.host_async_output),
         (cpu_communicator._CPUSHMDistributed, "make_group_name", _unique_shm_name),
     ]
 

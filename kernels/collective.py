@@ -18,6 +18,10 @@ HeadRanges = Sequence[tuple[int, int]]
 class Mover(Protocol):
     """Moves one layer's bytes between the ranks of a switch group. Shapes: see `moebius.kernels.plan`."""
 
+    def warm_up(self, nbytes: int, device: torch.device | str) -> None:
+        """Do beforehand what a first move would take time for; `nbytes` is the largest expert tensor of a rank."""
+        ...
+
     def experts_ep_to_tp(
         self, src_w13: torch.Tensor, src_w2: torch.Tensor, dst_w13: torch.Tensor, dst_w2: torch.Tensor
     ) -> int:
@@ -38,6 +42,14 @@ class Mover(Protocol):
         """
         ...
 
+    def kv_tp_to_ep(self, src_kv: torch.Tensor, dst_kv: torch.Tensor, pages: PagePairs, head_ranges: HeadRanges) -> int:
+        """Bring one layer's live pages from all TP ranks to their owners. Returns the bytes this rank sent to peers.
+
+        `pages[r]` are (source page ids in the TP pool, target page ids in rank r's EP pool) of rank r's requests, the
+        same lists on every rank. TP ranks that hold the same heads take turns at the pages.
+        """
+        ...
+
 
 class CollectiveMover:
     """`Mover` by `all_to_all_single` over staging memory that grows to the largest call and is then kept.
@@ -54,10 +66,14 @@ class CollectiveMover:
             raise ValueError("this process is not a member of the mover's process group")
         self._staging: dict[str, torch.Tensor] = {}
 
-    def reserve(self, send_bytes: int, receive_bytes: int, device: torch.device | str) -> None:
-        """Allocate staging memory ahead, so that a switch allocates none. Figures are for the largest single tensor."""
-        for name, size in (("send", send_bytes), ("receive", receive_bytes)):
-            self._stage(name, (size,), torch.uint8, torch.device(device))
+    def warm_up(self, nbytes: int, device: torch.device | str) -> None:
+        """Allocate staging memory for calls of up to `nbytes` per tensor, and exchange it once; a collective.
+
+        Afterwards such a call allocates nothing, and NCCL has made its connections, which takes longer than a switch.
+        """
+        size = -(-nbytes // self._ranks) * self._ranks
+        send, received = (self._stage(name, (size,), torch.uint8, torch.device(device)) for name in ("send", "receive"))
+        self._exchange(received, send)
 
     def experts_ep_to_tp(
         self, src_w13: torch.Tensor, src_w2: torch.Tensor, dst_w13: torch.Tensor, dst_w2: torch.Tensor
@@ -110,6 +126,36 @@ class CollectiveMover:
             if count:
                 dst_kv.index_copy_(0, target.to(dst_kv.device), block.view(count, heads, *page_shape))
         return mine * (sum(widths) - heads) * per_head * src_kv.element_size()
+
+    def kv_tp_to_ep(self, src_kv: torch.Tensor, dst_kv: torch.Tensor, pages: PagePairs, head_ranges: HeadRanges) -> int:
+        """See `Mover.kv_tp_to_ep`."""
+        counts = [int(source.numel()) for source, _ in pages]
+        self._check_kv(dst_kv, src_kv, [(target, source) for source, target in pages], head_ranges)
+        if not sum(counts):
+            return 0
+        copies = sum(heads == head_ranges[self._rank] for heads in head_ranges)  # ranks that hold the same heads
+        widths = [stop - start for start, stop in head_ranges]
+        page_shape = tuple(src_kv.shape[2:])
+        per_head = page_shape[0] * page_shape[1]
+        heads = widths[self._rank]
+
+        parts = [source[self._rank % copies :: copies] for source, _ in pages]
+        send_sizes = [int(part.numel()) * heads * per_head for part in parts]
+        send = self._stage("send", (sum(send_sizes),), src_kv.dtype, src_kv.device)
+        for block, part in zip(send.split(send_sizes), parts, strict=True):
+            if part.numel():
+                out = block.view(part.numel(), heads, *page_shape)
+                torch.index_select(src_kv, 0, part.to(src_kv.device), out=out)
+
+        target = pages[self._rank][1].to(dst_kv.device)
+        targets = [target[rank % copies :: copies] for rank in range(self._ranks)]
+        receive_sizes = [int(ids.numel()) * w * per_head for ids, w in zip(targets, widths, strict=True)]
+        received = self._stage("receive", (sum(receive_sizes),), dst_kv.dtype, dst_kv.device)
+        self._exchange(received, send, receive_sizes, send_sizes)
+        for block, ids, (start, stop) in zip(received.split(receive_sizes), targets, head_ranges, strict=True):
+            if ids.numel():
+                dst_kv[:, start:stop].index_copy_(0, ids, block.view(ids.numel(), stop - start, *page_shape))
+        return (sum(send_sizes) - send_sizes[self._rank]) * src_kv.element_size()
 
     def _cuts(self, ep_w13: torch.Tensor, ep_w2: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """EP tensors with views of them whose first axis is the TP rank and whose rest is that rank's block."""

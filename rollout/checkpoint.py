@@ -22,7 +22,7 @@ def check_model(config: EngineConfig, ranks: int) -> Path:
     """
     folder = _folder(config.model)
     path = folder / "config.json"
-    hf_config = _read_json(path)
+    hf_config = _read_json(path) | config.hf_overrides
     try:
         ModelShape.from_hf_config(hf_config, ranks)
     except ValueError as error:

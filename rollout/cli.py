@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from moebius.rollout.bench.cli import app as bench
 from moebius.rollout.errors import BadInput, MoebiusError
 
 
@@ -32,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Rollouts of mixture-of-experts models that switch from expert to tensor parallelism within a step.",
 )
+app.add_typer(bench, name="bench")
 
 
 def _print_version(value: bool) -> None:
@@ -83,6 +86,9 @@ def rollout(
     replay_lengths: Annotated[
         Path | None, typer.Option(help="Give every sample the length in this file, to compare runs of equal work.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write a Chrome trace of each rank around the switch to OUT/profile.")
+    ] = False,
 ) -> None:
     """Generate samples of prompts and report where the time went."""
     from moebius.rollout.config import load_config
@@ -91,17 +97,25 @@ def rollout(
 
     if capture_lengths is not None and steps > 1:
         raise BadInput("--capture-lengths holds the lengths of one step; run it with --steps 1")
-    settings = load_config(config, overrides or [])
+    traces = out.resolve() / "profile"
+    # JSON strings are YAML, so any path comes through.
+    chosen = [f"engine.profile.folder={json.dumps(str(traces))}"] if profile else []
+    settings = load_config(config, [*(overrides or []), *chosen])
     questions = load_questions(prompts, limit)
     lengths = None if replay_lengths is None else LengthTrace.load(replay_lengths)
 
     from moebius.rollout.group import RolloutGroup
     from moebius.rollout.output import RunFolder, StepProgress, step_line
+    from moebius.rollout.report_startup import startup_line
 
     console = Console()
     run = RunFolder(out)
+    for old in traces.glob("step_*_rank_*.json.gz"):
+        old.unlink()
     console.print(f"starting {settings.ranks} ranks with {settings.engine.model} ...", highlight=False, soft_wrap=True)
     with RolloutGroup(settings) as group:
+        if group.startup:
+            console.print(startup_line(group.startup), highlight=False, soft_wrap=True)
         for step in range(steps):
             with StepProgress(console, f"step {step}", len(questions) * n) as progress:
                 rollouts = group.generate(
@@ -116,6 +130,8 @@ def rollout(
             if capture_lengths is not None:
                 LengthTrace.from_report(done).save(capture_lengths)
     console.print(f"report: {run.path / 'report.html'}", highlight=False, soft_wrap=True)
+    if profile:
+        console.print(f"traces: {traces}, on the ranks' host", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -142,6 +158,8 @@ def doctor() -> None:
     if failed:
         typer.echo(f"{failed} of {len(checks)} checks failed")
         raise typer.Exit(1)
+
+
 
 
 if __name__ == "__main__":

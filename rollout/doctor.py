@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from moebius.engine.startup import moe_config_folder
 from moebius.rollout.report import installed_versions
 from moebius.rollout.shm import SHM_DIR, leftovers
 
@@ -180,6 +181,16 @@ def check_multicast() -> Check:
     return Check(name, True, f"off; ranks set {', '.join(unset)} themselves" if unset else "off")
 
 
+def check_moe_configs() -> Check:
+    """A folder of tuned MoE kernels that the user names exists; without one the engine's own is used."""
+    name, variable = "moe configs", "VLLM_TUNED_CONFIG_FOLDER"
+    folder = Path(os.environ.get(variable) or moe_config_folder())
+    if not folder.is_dir():
+        return Check(name, False, f"{variable}={folder} is no folder", f"unset {variable} or make the folder")
+    tuned = sum(path.name.startswith("E=") and "device_name=" in path.name for path in folder.glob("*.json"))
+    return Check(name, True, f"{tuned} beside vLLM's own, in {folder}")
+
+
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is the one for CPU."""
     try:
@@ -199,6 +210,7 @@ CHECKS: list[Callable[[], Check]] = [
     check_shm_size,
     check_leftovers,
     check_multicast,
+    check_moe_configs,
 ]
 
 

@@ -21,6 +21,7 @@ from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDi
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.report import StepReport, build_report
+from moebius.rollout.report_startup import RankStart
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
 from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, NamedTensors, buckets
 from moebius.rollout.worker import Progress
@@ -56,6 +57,8 @@ class RolloutGroup:
         self._serial = 0  # of run_step calls: tells ranks which one an abort is for
         self._running: int | None = None
         self._update_s: float | None = None
+        self.startup: list[RankStart] = []  # how each rank started, the last time
+        self._unreported_start: list[RankStart] | None = None
         self._updated = False  # the ranks hold, or held, other weights than the checkpoint's
         self._tokenizer: Any = None
         connect(config)
@@ -111,8 +114,9 @@ class RolloutGroup:
                 device=self.device,
                 prompt_tokens=[len(ids) for ids in prompt_ids],
                 update_weights_s=self._update_s,
+                startup=self._unreported_start,
             )
-            self._update_s = None
+            self._update_s = self._unreported_start = None
             self._next_step = step + 1
             return rollouts
 
@@ -283,6 +287,7 @@ class RolloutGroup:
         except MoebiusError as error:
             self._problem = f"the group could not start: {error}"
             raise
+        self.startup = self._unreported_start = self._ranks.starts
         self._limits = Limits(info.max_model_len, info.vocab_size, info.has_tokenizer)
         self._problem = None
         atexit.register(self.shutdown)

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError, RankDied
 from moebius.rollout.placement import reserve
+from moebius.rollout.report_startup import RankStart, rank_start
 from moebius.rollout.shm import parse_ident, remove_own, start_ticks
 from moebius.rollout.worker import EngineError, EngineInfo, Progress, RankHost, RankSetup, RankWorker, actor_options
 
@@ -47,6 +48,7 @@ class Ranks:
         self.handles = handles
         self.hosts: list[RankHost] = []
         self.ident = ""
+        self.starts: list[RankStart] = []  # how each rank started
         self._placement = placement
 
     @classmethod
@@ -81,6 +83,7 @@ class Ranks:
             for rank in range(config.ranks)
         ]
         infos: list[EngineInfo] = self.call("start", setups, what="start-up", timeout_s=left())
+        self.starts = [rank_start(info.startup, info.memory) for info in infos]
         return infos[0]
 
     def submit(self, method: str, args: Sequence[tuple[Any, ...]] | None = None) -> dict[Any, int]:

@@ -11,6 +11,7 @@ from typing import get_args
 
 from moebius.engine.types import SampleResult, StepOutcome, StepStats, SwitchRecord
 from moebius.rollout.errors import BadInput, MoebiusError, validate
+from moebius.rollout.report_startup import RankStart
 from moebius.rollout.report_types import (
     CancelledEntry,
     Counts,
@@ -35,14 +36,15 @@ def build_report(
     device: str,
     prompt_tokens: Mapping[int, int] | Sequence[int],
     update_weights_s: float | None = None,
+    startup: Sequence[RankStart] | None = None,
     versions: Mapping[str, str] | None = None,
     created: datetime | None = None,
 ) -> StepReport:
     """The report of a step from the outcomes of all its ranks, in any order.
 
-    `prompt_tokens[i]` is the length of prompt i in tokens. `versions` and `created` default to what is installed and to
-    now. Raises BadInput when a rank is missing or double, a sample is double or its prompt has no length, and
-    MoebiusError when the ranks tell of different switches.
+    `prompt_tokens[i]` is the length of prompt i in tokens. `startup` belongs to the first report after a start.
+    `versions` and `created` default to what is installed and to now. Raises BadInput when a rank is missing or double,
+    a sample is double or its prompt has no length, and MoebiusError when the ranks tell of different switches.
     """
     stats = sorted((outcome.stats for outcome in outcomes), key=lambda s: s.rank)
     if not stats or [s.rank for s in stats] != list(range(stats[0].world_size)):
@@ -79,6 +81,7 @@ def build_report(
         iteration_ms=percentiles(iterations),
         update_weights_s=update_weights_s,
         return_reshard_ms=max(s.return_reshard_ms for s in stats),
+        startup=None if startup is None else list(startup),
     )
 
 
@@ -152,6 +155,7 @@ def _switch(records: Sequence[SwitchRecord]) -> SwitchEntry:
     longest = {name: max(record.phases_ms.get(name, 0.0) for record in records) for name in names}
     first = records[0]
     return SwitchEntry(
+        to=first.to,
         iteration=first.iteration,
         t=first.t,
         live=first.live,

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moebius.rollout.errors import BadInput
+from moebius.rollout.report_startup import RankStart
 from moebius.rollout.report_style import CSS
 from moebius.rollout.report_types import Layout, StepReport, SwitchEntry, TimelinePoint
 from moebius.rollout.svg import Mark, Part, histogram, lines, short, stacked_bars
@@ -55,6 +56,9 @@ def page(reports: Sequence[StepReport]) -> str:
         f'<section class="card"><h2>Where the time went</h2>{_legend()}{_overview(reports)}</section>',
         f'<section class="card"><h2>Steps</h2><div class="scroll">{_table(reports)}</div></section>',
     ]
+    starts = next((r.startup for r in reversed(reports) if r.startup), None)
+    if starts:
+        body.append(_start(starts))
     if len(shown) < len(reports):
         body.append(f'<p class="note">Charts of the last {len(shown)} of {len(reports)} steps follow.</p>')
     body += [_step(report, limit, is_open=len(shown) <= 3 or report is last) for report in shown]
@@ -88,6 +92,46 @@ def _legend() -> str:
         + "".join(f'<span><i class="{PART_CSS[p]}"></i>{PART_NAMES[p]}</span>' for p in PARTS)
         + "</p>"
     )
+
+
+def _start(starts: Sequence[RankStart]) -> str:
+    """The latest start: seconds by rank and runtime, and memory by rank."""
+    slowest = max(start.import_s + start.total_s for start in starts)
+    return (
+        f'<details class="card"><summary><h2>Start</h2><span>{_seconds(slowest)}, slowest rank</span></summary>'
+        f'<div class="scroll">{_start_table(starts)}{_memory_table(starts)}</div></details>'
+    )
+
+
+def _start_table(starts: Sequence[RankStart]) -> str:
+    names = ["groups", "load", "profile", "kv", "warmup", "capture", "other", "total"]
+    heads = ["rank", "import s", "config s", "buffer s", "runtime", *(f"{name} s" for name in names), "graphs GB"]
+    rows = []
+    for start in starts:
+        for built in start.runtimes:
+            cells = [str(start.rank), *(f"{v:.1f}" for v in (start.import_s, start.config_s, start.buffer_s))]
+            cells += [built.layout, *(f"{getattr(built, f'{name}_s'):.1f}" for name in names)]
+            rows.append([*cells, f"{built.graph_bytes / 1e9:.2f}"])
+    return _plain_table(heads, rows)
+
+
+def _memory_table(starts: Sequence[RankStart]) -> str:
+    accounts = [start.memory.account() for start in starts]
+    by_rank = [dict(account.rows()) for account in accounts]
+    names = list(dict.fromkeys(name for rows in by_rank for name in rows))
+    heads = ["memory in GB (% of the device)", *(f"rank {account.rank}" for account in accounts)]
+    cells = [
+        [f"{r.get(name, 0) / 1e9:.3f} ({100 * r.get(name, 0) / (a.device_bytes or 1):.1f} %)" for r, a in zip(
+            by_rank, accounts, strict=True)]
+        for name in names
+    ]  # fmt: skip
+    return _plain_table(heads, [[name, *row] for name, row in zip(names, cells, strict=True)])
+
+
+def _plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _parts(report: StepReport) -> list[Part]:
@@ -153,13 +197,13 @@ _LAYOUTS: tuple[Layout, Layout] = ("EP", "TP")
 
 def _step(report: StepReport, limit: int, *, is_open: bool) -> str:
     series = thin(report.timeline, limit)
-    marks = [Mark(s.t, s.t + s.pause_ms / 1e3, f"switch, {s.live} live") for s in report.switches]
+    marks = [Mark(s.t, s.t + s.pause_ms / 1e3, f"to {s.to}, {s.live} live") for s in report.switches]
     end = max([report.durations_s.total, *(p.t for p in series)])
     charts = [
         ("Live samples", _live_chart(series, marks, end), "over all ranks, after each iteration"),
         ("Output tokens per second", _rate_chart(series, marks, end), "over all ranks, by iteration"),
     ]
-    charts += [(f"Switch at {s.t:.2f} s", _phase_chart(s), _switch_note(s)) for s in report.switches]
+    charts += [(f"Switch to {s.to} at {s.t:.2f} s", _phase_chart(s), _switch_note(s)) for s in report.switches]
     charts.append(("Output lengths", _length_chart(report), "samples by output tokens"))
     bar = _wide(stacked_bars([("", _parts(report), "")], label="Time by part", x_label="seconds", left=8, width=1120))
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in report.counts.finish_reasons.items() if count)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from moebius.rollout.errors import BadInput, validate
+from moebius.rollout.report_startup import RankStart
 
 SCHEMA_VERSION = 1
 Layout = Literal["EP", "TP"]
@@ -65,12 +66,13 @@ class Durations(_Part):
 class Phases(_Part):
     """Milliseconds of each phase of a switch, each the longest over the ranks (so their sum may exceed the pause)."""
 
-    decide: float = Field(0.0, ge=0, description="Capacity check.")
-    quiesce: float = Field(0.0, ge=0, description="Waiting until nothing runs on the device.")
+    quiesce: float = Field(0.0, ge=0, description="Taking in what is in flight, until nothing runs on the device.")
+    decide: float = Field(0.0, ge=0, description="Placing requests on ranks, and capacity check.")
     export: float = Field(0.0, ge=0, description="Taking live requests out of the source runtime.")
     gather: float = Field(0.0, ge=0, description="Exchanging request records between ranks.")
     reshard: float = Field(0.0, ge=0, description="Moving expert bytes.")
     import_: float = Field(0.0, ge=0, alias="import", description="Entering requests into the target runtime.")
+    front: float = Field(0.0, ge=0, description="Handing requests to another rank's front (to EP only).")
     kv: float = Field(0.0, ge=0, description="Moving KV pages.")
     activate: float = Field(0.0, ge=0, description="Making the target runtime the running one.")
 
@@ -82,10 +84,11 @@ class Phases(_Part):
 class SwitchEntry(_Part):
     """One switch with live requests, over all ranks."""
 
+    to: str = Field("TP", description="Layout it went to: TP or EP.")
     iteration: int = Field(ge=0, description="Iteration of the step it came before.")
     t: float = Field(ge=0, description="Seconds since the step began, at its start.")
     live: int = Field(ge=0, description="Live samples it moved.")
-    live_by_rank: list[int] = Field(description="The same by the rank that admitted them.")
+    live_by_rank: list[int] = Field(description="The same by EP rank: before a switch to TP, after one to EP.")
     kv_tokens: int = Field(ge=0, description="KV entries of the live samples, in tokens.")
     phases_ms: Phases = Field(description="Milliseconds by phase.")
     pause_ms: float = Field(ge=0, description="Milliseconds without decoding, longest over the ranks.")
@@ -96,7 +99,7 @@ class SwitchEntry(_Part):
 
 
 class CancelledEntry(_Part):
-    """A switch that was refused (no room in TP, or a rank not at rest); the step went on in EP."""
+    """A switch that was refused (no room, or a rank not at rest); the step went on in the layout it was in."""
 
     iteration: int = Field(ge=0, description="Iteration of the step.")
     t: float = Field(ge=0, description="Seconds since the step began.")
@@ -137,6 +140,9 @@ class StepReport(_Part):
     )
     return_reshard_ms: float = Field(
         0.0, ge=0, description="Milliseconds to move experts TP to EP at the start, longest over the ranks."
+    )
+    startup: list[RankStart] | None = Field(
+        None, description="How each rank started, in the first report after a start; null in all others."
     )
 
     def write(self, directory: str | Path) -> Path:

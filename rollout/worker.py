@@ -10,13 +10,16 @@ import logging
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from moebius.engine.account import MemoryAccount
 from moebius.engine.config import EngineConfig
+from moebius.engine.startup import Startup, moe_config_folder
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
 from moebius.rollout.shm import clean_leftovers, make_ident, name_python_segments, parse_ident, remove_own
 
@@ -64,6 +67,8 @@ class EngineInfo:
     vocab_size: int
     policy_version: int
     has_tokenizer: bool
+    startup: Startup  # of this rank
+    memory: MemoryAccount  # of this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,12 @@ def rank_environment(setup: RankSetup) -> dict[str, str]:
     }
 
 
-DEFAULT_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+DEFAULT_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # vLLM looks here before it looks among its own; see docs/moe-tuning.md.
+    "VLLM_TUNED_CONFIG_FOLDER": str(moe_config_folder()),
+}
 
 
 class RankWorker:
@@ -227,15 +237,20 @@ class RankWorker:
             remove_own(ident)
 
     def _build(self, config: EngineConfig) -> EngineInfo:
+        started = time.perf_counter()
         from moebius.engine.engine import MoebiusEngine  # imports vLLM
 
+        imported = time.perf_counter()
         engine = MoebiusEngine(config)
+        engine.startup.import_s = imported - started
         self._engine = engine
         return EngineInfo(
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             policy_version=engine.policy_version,
             has_tokenizer=engine.tokenizer is not None,
+            startup=engine.startup,
+            memory=engine.memory_account(),
         )
 
     def _running(self) -> MoebiusEngine:

@@ -34,7 +34,7 @@ def plain_engines(models: list[str]) -> Iterator[list[Fleet]]:
 
 @pytest.fixture(scope="session")
 def fleet(models: list[str]) -> Iterator[Fleet]:
-    """Two ranks with prefix caching."""
+    """Two ranks with prefix caching, scheduled asynchronously."""
     fleet = Fleet(RANKS, work.make_engine, work.config(models[0], enable_prefix_caching=True))
     yield fleet
     fleet.close()
@@ -42,7 +42,7 @@ def fleet(models: list[str]) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def fleet_without_cache(models: list[str]) -> Iterator[Fleet]:
-    """Two ranks without prefix caching."""
-    fleet = Fleet(RANKS, work.make_engine, work.config(models[0]))
+    """Two ranks without prefix caching, scheduled synchronously."""
+    fleet = Fleet(RANKS, work.make_engine, work.config(models[0], async_scheduling=False))
     yield fleet
     fleet.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
@@ -29,10 +30,28 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TRITON_F32_DEFAULT": "ieee",  # else products of fp32 experts and attention run in TF32
 }
 
 if not torch.cuda.is_available():
     ENVIRONMENT["TORCHDYNAMO_DISABLE"] = "1"  # eager anyway; compiling the sampler helpers takes longer than the tests
+
+
+def sharing_gpus(ranks: int) -> bool:
+    """Whether so many ranks have to share GPUs."""
+    return torch.cuda.is_available() and torch.cuda.device_count() < ranks
+
+
+def _device_of(rank: int, ranks: int) -> dict[str, str]:
+    """Each rank a GPU of its own, or a shared one where there are too few.
+
+    NCCL takes two ranks on one GPU only if they seem to be on different hosts; it then talks over sockets. Slow, and
+    good enough to compare tokens.
+    """
+    if not sharing_gpus(ranks):
+        return {"LOCAL_RANK": str(rank)}
+    device = rank % torch.cuda.device_count()
+    return {"LOCAL_RANK": str(device), "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def free_port() -> int:
@@ -41,8 +60,18 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _serve(pipe: Any, environment: dict[str, str], make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(environment)
     ident = parse_ident(environment["MOEBIUS_GROUP_ID"])
     assert ident is not None
     name_python_segments(ident)
@@ -81,13 +110,14 @@ class Fleet:
             mine, theirs = context.Pipe()
             environment = ENVIRONMENT | {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                **_device_of(rank, ranks),
                 "WORLD_SIZE": str(ranks),
                 "MASTER_PORT": port,
                 "MOEBIUS_GROUP_ID": str(self.ident),
             }
             process = context.Process(target=_serve, args=(theirs, environment, make, arguments), daemon=True)
-            process.start()
+            with _environment(environment):  # torch reads some of it when it is imported, before anything else runs
+                process.start()
             self.pipes.append(mine)
             self.processes.append(process)
         self._collect()

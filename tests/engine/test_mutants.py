@@ -33,11 +33,10 @@ def duplicate_a_page(engine: Any) -> None:
 
     original = switch.import_requests
 
-    def mutant(runtime: Any, records: list[Any]) -> list[Any]:
-        pages = original(runtime, records)
-        pages[0] = pages[0].copy()
-        pages[0][1] = pages[0][0]
-        return pages
+    def mutant(*args: Any) -> Any:
+        placement = original(*args)
+        placement.target[1] = placement.target[0]
+        return placement
 
     switch.import_requests = mutant
 
@@ -51,9 +50,7 @@ def drop_a_record(engine: Any) -> None:
     import moebius.engine.switch as switch
 
     original = switch.import_requests
-    switch.import_requests = lambda runtime, records: [
-        *original(runtime, records[:-1]), records[-1].page_ids[:0]
-    ]  # fmt: skip
+    switch.import_requests = lambda runtime, batches, order, own: original(runtime, batches, order[:-1], own)
 
 
 def restore(engine: Any) -> None:

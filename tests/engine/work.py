@@ -39,6 +39,38 @@ def run(engine: Any, policy: PolicyConfig, requests: list[SampleRequest]) -> Ste
     return engine.run_step(requests)
 
 
+class Alternating:
+    """A policy that switches to the other layout at each of these iterations, as long as something is live."""
+
+    config = PolicyConfig(kind="scheduled")
+
+    def __init__(self, iterations: list[int]) -> None:
+        self.iterations = sorted(iterations)
+
+    def begin_step(self) -> None:
+        self._left = list(self.iterations)
+
+    def wants_tp(self, iteration: int, live: int) -> bool:
+        return live > 0 and bool(self._left) and iteration >= self._left[0]
+
+    wants_ep = wants_tp
+
+    def switched(self) -> None:
+        self._left.pop(0)
+
+    def cancelled(self, iteration: int) -> None:
+        self._left.pop(0)
+
+
+def run_alternating(engine: Any, iterations: list[int], requests: list[SampleRequest]) -> StepOutcome:
+    """One step that switches at each of `iterations`."""
+    kept, engine.policy = engine.policy, Alternating(iterations)
+    try:
+        return engine.run_step(requests)
+    finally:
+        engine.policy = kept
+
+
 class PlainEngine:
     """A stock vLLM engine with one process: the reference.
 
@@ -244,33 +276,31 @@ def run_checking_kv(engine: Any, policy: PolicyConfig, requests: list[SampleRequ
 
     from moebius.kernels.plan import kv_head_ranges
 
-    move, compared = type(engine.switcher)._move_kv, 0
+    move, compared = type(engine.switcher)._kv_to_tp, 0
 
-    def checked_move(owners: list[Any], target_pages: list[Any]) -> int:
+    def checked_move(placement: Any) -> int:
         nonlocal compared
         ep, tp = engine.pair.ep.kv, engine.pair.tp.kv
-        mine = {r.request_id: [kv[torch.from_numpy(r.page_ids).to(kv.device)].cpu() for kv in ep]
-                for rank, r in owners if rank == engine.rank}  # fmt: skip
+        of_rank = torch.from_numpy(placement.source[placement.owner == engine.rank]).to(ep[0].device)
         gathered: list[Any] = [None] * engine.world_size
-        dist.all_gather_object(gathered, mine, group=engine.switcher.cpu_group)
-        source = {request_id: layers for part in gathered for request_id, layers in part.items()}
-        sent = move(engine.switcher, owners, target_pages)
+        dist.all_gather_object(gathered, [kv[of_rank].cpu() for kv in ep], group=engine.switcher.cpu_group)
+        sent = move(engine.switcher, placement)
         start, stop = kv_head_ranges(engine.pair.shape.num_kv_heads, engine.world_size)[engine.rank]
-        live = {int(page) for pages in target_pages for page in pages}
+        live = set(placement.target.tolist())
+        assert len(live) == len(placement.target), "a target page was given twice"
         dead = [page for page in range(tp[0].shape[0]) if page not in live]
         for layer, kv in enumerate(tp):
-            for (_, record), pages in zip(owners, target_pages, strict=True):
-                want = source[record.request_id][layer][:, start:stop]
-                assert torch.equal(kv[torch.from_numpy(pages).to(kv.device)].cpu(), want), (
-                    f"{record.request_id}, layer {layer}"
-                )
+            for rank, layers in enumerate(gathered):
+                target = torch.from_numpy(placement.target[placement.owner == rank]).to(kv.device)
+                want = layers[layer][:, start:stop]
+                assert torch.equal(kv[target].cpu(), want), f"pages of rank {rank}, layer {layer}"
                 compared += want.numel() * want.element_size()
             kv[dead] = 1e4
         return sent
 
     engine.policy.config = policy
-    engine.switcher._move_kv = checked_move
+    engine.switcher._kv_to_tp = checked_move
     try:
         return engine.run_step(requests), compared
     finally:
-        del engine.switcher._move_kv
+        del engine.switcher._kv_to_tp

@@ -1,4 +1,7 @@
-"""On two GPUs: tokens do not depend on the layout or on a switch, with CUDA graphs in both layouts."""
+"""Two ranks on GPUs: tokens do not depend on the layout or on a switch, with CUDA graphs in both layouts.
+
+With one GPU the ranks share it: everything but peer memory (the custom all-reduce) is then the same.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from moebius.engine.config import PolicyConfig
 from moebius.rollout.demo_assets import make_tiny_model
 from tests.engine import work
-from tests.engine.fleet import Fleet
+from tests.engine.fleet import Fleet, sharing_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +31,12 @@ POLICIES = {
 def gpu_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model: Path = tmp_path_factory.mktemp("gpu") / "model"
     make_tiny_model(model)
-    settings = work.config(str(model), enforce_eager=False, attention_backend="TRITON_ATTN", enable_prefix_caching=True)
+    settings = work.config(
+        str(model),
+        attention_backend="TRITON_ATTN",
+        enable_prefix_caching=True,
+        custom_all_reduce=not sharing_gpus(2),
+    )
     fleet = Fleet(2, work.make_engine, settings, timeout_s=500)
     yield fleet
     fleet.close()

@@ -78,6 +78,19 @@ def works(group: RolloutGroup) -> None:
 # ---- generate ----------------------------------------------------------------------------------------
 
 
+def test_the_first_report_tells_of_the_start(model: Path) -> None:
+    with RolloutGroup(settings(model)) as group:
+        assert [start.rank for start in group.startup] == [0, 1]
+        for start in group.startup:
+            assert start.import_s > 0 and [built.layout for built in start.runtimes] == ["TP", "EP"]
+            assert start.memory.overhead_ep_bytes >= start.memory.expert_spare_bytes > 0
+        reports = []
+        for _ in range(2):
+            works(group)
+            reports.append(group.last_report)
+        assert [report is not None and report.startup for report in reports] == [group.startup, None]
+
+
 def test_results_are_complete_and_in_order(group):
     seen: list[tuple[int, int, int, int, str]] = []
     spread = LengthTrace({(p, s): 4 + 5 * (3 * p + s) for p in range(4) for s in range(3)})

@@ -22,6 +22,7 @@ from moebius.kernels.plan import (
     kv_head_ranges,
     plan_experts_ep_to_tp,
     plan_kv_ep_to_tp,
+    plan_kv_tp_to_ep,
 )
 
 PAGE = (4, 6)  # tokens per page, 2 * head dim
@@ -88,15 +89,15 @@ def check_experts(mover: CollectiveMover, rank: int, ranks: int, dtype: torch.dt
         mover.experts_ep_to_tp(*views(1, "EP"), w13.double(), w2)
 
 
-def make_requests(counts: list[int]) -> list[KvRequest]:
-    """`counts[r]` pages on rank r, scattered over pools of 16 and 64 pages; the last page is one that others share."""
+def make_requests(counts: list[int], shared: bool = True) -> list[KvRequest]:
+    """`counts[r]` pages on rank r, scattered over pools of 16 and 64 pages; the last one is `shared` by two."""
     generator = torch.Generator().manual_seed(sum(counts))
     free = torch.randperm(64, generator=generator).tolist()
     requests = []
     for owner, count in enumerate(counts):
         ep = torch.randperm(16, generator=generator)[:count].tolist()
         requests.append(KvRequest(owner, ep, [free.pop() for _ in ep], count))
-        if count:
+        if count and shared:
             requests.append(KvRequest(owner, [ep[-1]], [free.pop()], 1))
     return requests
 
@@ -130,6 +131,29 @@ def check_kv(
     assert torch.equal(bits(sources[rank]), before), "the source changed"
     peers = sum(stop - start for peer, (start, stop) in enumerate(ranges) if peer != rank)
     assert sent == table.ep_pages[rank].size * peers * PAGE[0] * PAGE[1] * dtype.itemsize
+
+
+def check_kv_back(mover: CollectiveMover, rank: int, ranks: int, heads: int, counts: list[int]) -> None:
+    """TP->EP against plain torch; all replicas of a head hold the same bytes, as after EP->TP."""
+    generator = torch.Generator().manual_seed(100 + heads)
+    table = PageTable.from_requests(make_requests(counts, shared=False), ranks)
+    ranges = kv_head_ranges(heads, ranks)
+    whole = torch.randn(64, heads, *PAGE, generator=generator)
+    sources = [whole[:, start:stop].contiguous() for start, stop in ranges]
+    targets = [poison((16, heads, *PAGE), torch.float32) for _ in range(ranks)]
+    apply_kv(plan_kv_tp_to_ep(table, heads), sources, targets)
+
+    found = poison((16, heads, *PAGE), torch.float32)
+    pages: Pages = [
+        (torch.from_numpy(tp), torch.from_numpy(ep)) for tp, ep in zip(table.tp_pages, table.ep_pages, strict=True)
+    ]
+    before = bits(sources[rank]).clone()
+    sent = mover.kv_tp_to_ep(sources[rank], found, pages, ranges)
+    assert torch.equal(bits(found), bits(targets[rank])), "live pages differ, or another page was written"
+    assert torch.equal(bits(sources[rank]), before), "the source changed"
+    copies = max(1, ranks // heads)
+    others = sum(len(tp[rank % copies :: copies]) for owner, tp in enumerate(table.tp_pages) if owner != rank)
+    assert sent == others * (ranges[rank][1] - ranges[rank][0]) * PAGE[0] * PAGE[1] * 4
 
 
 def check_kv_refusals(mover: CollectiveMover, ranks: int) -> None:
@@ -173,7 +197,7 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
     )
     mover = CollectiveMover(dist.group.WORLD)
-    mover.reserve(1 << 20, 1 << 20, "cpu")
+    mover.warm_up(1 << 20, "cpu")
     addresses = {name: memory.data_ptr() for name, memory in mover._staging.items()}
     with torch.inference_mode():
         check_experts(mover, rank, ranks, torch.float32)
@@ -185,6 +209,8 @@ def main() -> None:
             for heads_first in (True, False):
                 check_kv(mover, rank, ranks, heads, counts, torch.float32, heads_first)
         check_kv(mover, rank, ranks, heads, uneven, torch.bfloat16, True)
+        for counts in (uneven, last_only, [2] * ranks, [0] * ranks):
+            check_kv_back(mover, rank, ranks, heads, counts)
     check_no_pages_means_no_collective(mover, ranks)
     check_kv_refusals(mover, ranks)
     assert addresses == {name: memory.data_ptr() for name, memory in mover._staging.items()}, "staging was reallocated"

@@ -36,6 +36,7 @@ class FakeGroup:
     def __init__(self, config: RolloutConfig) -> None:
         self.config, self.lengths, self.closed = config, [], False  # type: ignore[var-annotated]
         self.last_report: Any = None
+        self.startup: list[Any] = []
         FakeGroup.made.append(self)
 
     def __enter__(self) -> FakeGroup:
@@ -107,6 +108,27 @@ def test_rollout_writes_rollouts_reports_and_page(files: SimpleNamespace) -> Non
     (group,) = FakeGroup.made
     assert group.config.engine.policy.threshold == 7 and group.closed
     assert "step 1: 3 prompts, 6 samples, 9 tokens" in result.output
+
+
+def test_profile_goes_to_the_output_folder(files: SimpleNamespace) -> None:
+    stale = files.out / "profile" / "step_0007_rank_0.json.gz"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    result = runner.invoke(app, [*files.args, "--profile", "--set", "engine.profile.after=3"])
+    assert result.exit_code == 0, result.output
+    (group,) = FakeGroup.made
+    assert group.config.engine.profile.folder == str(stale.parent.resolve())
+    assert group.config.engine.profile.after == 3 and not stale.exists()
+
+
+def test_doctor_finds_a_missing_folder_of_moe_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_TUNED_CONFIG_FOLDER", raising=False)
+    assert doctor.check_moe_configs().ok and "moe_configs" in doctor.check_moe_configs().detail
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path / "none"))
+    assert not doctor.check_moe_configs().ok
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
+    (tmp_path / "E=64,N=768,device_name=NVIDIA_H200.json").touch()
+    assert doctor.check_moe_configs().detail.startswith("1 ")
 
 
 def test_a_second_run_replaces_the_first(files: SimpleNamespace) -> None:

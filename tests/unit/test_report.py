@@ -57,7 +57,7 @@ def outcomes(step=0, prompts=64, n=8, ranks=2, threshold=48, cancelled=False):
             by_rank = [moved // ranks + (r < moved % ranks) for r in range(ranks)]
             stats.switches = [
                 SwitchRecord(
-                    *switch_at, moved, by_rank, 9000, ms, pause - rank, 10**9, 10**8 + rank, 0.1, 0.4 + rank / 10
+                    "TP", *switch_at, moved, by_rank, 9000, ms, pause - rank, 10**9, 10**8 + rank, 0.1, 0.4 + rank / 10
                 )
             ]
             stats.switch_s = pause / 1e3

@@ -1,0 +1,44 @@
+"""Which batch sizes to capture CUDA graphs for, by layout. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moebius.engine.config import EngineConfig
+from moebius.engine.layout import Layout
+
+_NEVER_RUN = 8  # tokens: graphs of a layout that the policy never enters are only a precaution
+
+
+def capture_sizes(layout: Layout, config: EngineConfig) -> list[int]:
+    """Token counts per rank to capture, ascending, for decode batches of `layout`.
+
+    EP: up to `max_num_seqs`, which is per rank. TP: every rank runs all live samples, so with the rollout policy no
+    more than its threshold, else `max_num_seqs`. The steps are vLLM's (`VllmConfig._set_cudagraph_sizes`): 1, 2, 4,
+    multiples of 8 below 256, of 16 from there. The largest size is the limit itself if that lies between two steps and
+    no request beyond it can run (vLLM drops decode sizes above max_num_seqs), else the step above it.
+    """
+    cap = min(config.max_num_batched_tokens or config.max_num_seqs, config.max_capture_size or config.max_num_seqs)
+    if config.capture_sizes is not None:
+        return sorted(set(config.capture_sizes))
+    top = min(_round_up(_limit(layout, config)), config.max_num_seqs, cap)
+    return [*(size for size in _steps(top) if size < top), top]
+
+
+def _limit(layout: Layout, config: EngineConfig) -> int:
+    if layout is Layout.TP:
+        if config.policy.kind == "rollout":
+            return config.policy.threshold
+        if config.policy.kind == "static_ep":
+            return _NEVER_RUN
+    return config.max_num_seqs
+
+
+def _round_up(limit: int) -> int:
+    return next(size for size in _steps(limit + 16) if size >= limit)
+
+
+def _steps(top: int) -> Iterator[int]:
+    yield from (1, 2, 4)
+    yield from range(8, 256, 8)
+    yield from range(256, top + 1, 16)

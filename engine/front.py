@@ -1,0 +1,202 @@
+"""This rank's front: the requests it answers for, from admission to result, and their move to another rank's front.
+
+A core knows tokens; a front knows whose they are, their text, their stop strings and their logprobs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.request import Request
+
+from moebius.engine.sampler import SEED_FIELD
+from moebius.engine.types import SampleKey, SampleRequest, SampleResult
+
+
+class AbortBox:
+    """Aborts asked for by any thread, until the step takes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: set[SampleKey] = set()
+        self._all = False
+
+    def add(self, keys: Iterable[SampleKey] | None) -> None:
+        """Ask to abort these samples; None: all."""
+        with self._lock:
+            if keys is None:
+                self._all = True
+            else:
+                self._keys.update(SampleKey(*key) for key in keys)
+
+    def clear(self) -> None:
+        """Forget what was asked for."""
+        with self._lock:
+            self._keys.clear()
+            self._all = False
+
+    def among(self, keys: dict[str, SampleKey]) -> list[str]:
+        """Request ids in `keys` that are to be aborted."""
+        with self._lock:
+            if self._all:
+                return list(keys)
+            return [i for i, key in keys.items() if key in self._keys] if self._keys else []
+
+
+@dataclass(slots=True)
+class FrontRecord:
+    """What a front knows of a request and a core does not; plain data that can be sent."""
+
+    request_id: str
+    asked: SampleRequest
+    logprobs: Any  # vLLM's, of the tokens so far; None when not asked for
+    cumulative_logprob: float | None
+
+
+class RequestFront:
+    """The requests this rank answers for. `front` is vLLM's LLMEngine, used for input and output processing only."""
+
+    def __init__(self, front: Any, rank: int, policy_version: int) -> None:
+        self.rank, self.policy_version = rank, policy_version
+        self.results: list[SampleResult] = []
+        self._front = front
+        self._keys: dict[str, SampleKey] = {}  # internal request id -> key, unfinished ones
+        self._asked: dict[SampleKey, SampleRequest] = {}
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests have no result yet."""
+        return len(self._keys)
+
+    def admit(self, request: SampleRequest) -> None:
+        """Give a request to the active core. Raises ValueError or TypeError when vLLM refuses it."""
+        params = SamplingParams(
+            **request.sampling,
+            n=1,
+            extra_args={SEED_FIELD: request.seed},
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=self._front.tokenizer is not None,
+        )
+        prompt: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
+        self._keys[self._front.add_request(_name(request.key), prompt, params)] = request.key
+        self._asked[request.key] = request
+
+    def forget_all(self) -> list[str]:
+        """Drop every unfinished request without a result; returns their ids, for the core."""
+        ids = list(self._keys)
+        self._keys.clear()
+        self._front.output_processor.abort_requests(ids, internal=True)
+        return ids
+
+    def deliver(self, outputs: Any) -> tuple[int, list[str]]:
+        """Process a core's outputs; returns tokens of own requests, and own requests that met a stop string.
+
+        The latter must be taken off the core: only this front can see stop strings.
+        """
+        own = [output for output in outputs.outputs if output.request_id in self._keys]
+        tokens = sum(len(output.new_token_ids) for output in own)
+        processed = self._front.output_processor.process_outputs(own, engine_core_timestamp=outputs.timestamp)
+        finished = set(processed.reqs_to_abort) | {o.request_id for o in own if o.finish_reason is not None}
+        by_name = {_name(key): key for key in (self._keys[i] for i in finished)}
+        for output in processed.request_outputs:
+            self.results.append(self._result(by_name[output.request_id], output))
+        for request_id in finished:
+            del self._keys[request_id]
+        return tokens, list(processed.reqs_to_abort)
+
+    def abort(self, aborts: AbortBox) -> list[str]:
+        """Finish what was asked for, with the tokens it has; returns the requests to take off the core."""
+        ids = aborts.among(self._keys)
+        for request_id in ids:
+            state = self._front.output_processor.request_states[request_id]
+            output = state.make_request_output([], None, FinishReason.ABORT, None)
+            self.results.append(self._result(self._keys.pop(request_id), output))
+        if ids:
+            self._front.output_processor.abort_requests(ids, internal=True)
+        return ids
+
+    # ---- to another rank's front ------------------------------------------------------------------------------------
+
+    def release(self, request_ids: Iterable[str]) -> list[FrontRecord]:
+        """Give up those of these requests that are here, and return what their next front must know."""
+        processor = self._front.output_processor
+        records = []
+        for request_id in request_ids:
+            key = self._keys.pop(request_id, None)
+            if key is None:
+                continue
+            logprobs = processor.request_states[request_id].logprobs_processor
+            records.append(
+                FrontRecord(request_id, self._asked.pop(key), logprobs.logprobs, logprobs.cumulative_logprob)
+            )
+        processor.abort_requests([record.request_id for record in records], internal=True)
+        return records
+
+    def adopt(self, records: Iterable[FrontRecord], requests: Mapping[str, Request]) -> None:
+        """Answer for the requests of `records` from now on; `requests` are the core's, with all their tokens."""
+        processor = self._front.output_processor
+        for record in records:
+            request, key = requests[record.request_id], record.asked.key
+            core_request = EngineCoreRequest(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                mm_features=None,
+                sampling_params=request.sampling_params,
+                pooling_params=None,
+                arrival_time=request.arrival_time,
+                lora_request=None,
+                cache_salt=request.cache_salt,
+                data_parallel_rank=None,
+                external_req_id=_name(key),
+            )
+            processor.add_request(core_request, None)
+            self._replay(processor.request_states[request.request_id], record, request)
+            self._keys[request.request_id] = key
+            self._asked[key] = record.asked
+
+    def _replay(self, state: RequestState, record: FrontRecord, request: Request) -> None:
+        """Bring a new front state to where the old one was."""
+        detokenizer: Any = state.detokenizer
+        state.is_prefilling = not request.num_output_tokens
+        if request.num_output_tokens:
+            # Its stop strings have been looked for in these tokens; what follows is looked at from the next one on.
+            stop = getattr(detokenizer, "stop", None)
+            if stop:
+                detokenizer.stop = []
+            detokenizer.update(list(request._output_token_ids), False)
+            if stop:
+                detokenizer.stop = stop
+        assert state.logprobs_processor is not None
+        state.logprobs_processor.logprobs = record.logprobs
+        state.logprobs_processor.cumulative_logprob = record.cumulative_logprob
+
+    def _result(self, key: SampleKey, output: Any) -> SampleResult:
+        completion = output.outputs[0]
+        token_ids = list(completion.token_ids)
+        logprobs = tops = None
+        if completion.logprobs is not None:
+            logprobs = [entry[t].logprob for t, entry in zip(token_ids, completion.logprobs, strict=True)]
+            if self._asked[key].sampling.get("logprobs"):
+                tops = [{t: lp.logprob for t, lp in entry.items()} for entry in completion.logprobs]
+        return SampleResult(
+            key=key,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            text=completion.text if self._front.tokenizer is not None else None,
+            finish_reason=str(completion.finish_reason),
+            stop_reason=completion.stop_reason,
+            policy_version=self.policy_version,
+            rank=self.rank,
+            top_logprobs=tops,
+        )
+
+
+def _name(key: SampleKey) -> str:
+    return f"{key.prompt}:{key.sample}"

@@ -1,0 +1,267 @@
+"""One rollout step on one rank: the loop from the first prefill in EP to the last straggler in TP.
+
+Ranks agree once per iteration by one small all-reduce (unfinished samples, tokens, aborts). It is started when an
+iteration's tokens are known and waited for after the next forward pass has been launched, so that it costs no time;
+decisions therefore rest on counts one iteration old. All ranks use the same counts, hence decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moebius.engine.front import AbortBox, RequestFront
+from moebius.engine.layout import Layout
+from moebius.engine.policy import SwitchPolicy
+from moebius.engine.profile import SwitchProfiler
+from moebius.engine.requests import QuiesceError, forget_finished, release_stuck
+from moebius.engine.runtime import RuntimePair
+from moebius.engine.switch import PhaseTimer, Switcher
+from moebius.engine.types import CancelledSwitch, Iteration, SampleRequest, StepStats
+
+OnIteration = Callable[[int, int, str, int], None]  # finished here, live everywhere, layout, tokens here
+
+
+class RequestRefused(ValueError):
+    """vLLM refuses a request of the step, on this or another rank; no request of the step was started."""
+
+
+class LostRequest(RuntimeError):
+    """An unfinished request is in no scheduler: it would never end."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One iteration as this rank saw it; None of it is known to the others yet."""
+
+    t: float  # when it was over, seconds since the step began
+    ms: float
+    layout: Layout
+    tokens: int
+
+
+class _Exchange:
+    """One small all-reduce on its way: unfinished samples, tokens of `last`, whether a rank has aborts or lost some.
+
+    `aborts` are this rank's, for all to apply; `known` is how many unfinished requests its core has.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, layout: Layout, live: int, known: int, last: _Pass | None, aborts: list[str]
+    ) -> None:
+        self.last, self.aborts = last, aborts
+        self._known = known if layout is Layout.TP else None  # TP cores have all ranks' requests
+        counts = [live, last.tokens if last else 0, bool(aborts), known < live]
+        self._counts = torch.tensor(counts, dtype=torch.int64)
+        self._work = dist.all_reduce(self._counts, group=group, async_op=True)
+
+    def wait(self) -> tuple[int, int, bool]:
+        """(live samples, tokens, whether any rank has aborts), over all ranks.
+
+        Raises LostRequest, on all ranks alike.
+        """
+        self._work.wait()
+        live, tokens, aborts, lost = self._counts.tolist()
+        if lost or (self._known is not None and self._known < live):
+            raise LostRequest("a core does not know all of its unfinished requests: they would never end")
+        return live, tokens, bool(aborts)
+
+
+class Step:
+    """One step of one rank. Collective: all ranks make one and run it."""
+
+    def __init__(
+        self,
+        pair: RuntimePair,
+        switcher: Switcher,
+        policy: SwitchPolicy,
+        profiler: SwitchProfiler,
+        aborts: AbortBox,
+        group: dist.ProcessGroup,
+        *,
+        stats: StepStats,
+        policy_version: int,
+        on_iteration: OnIteration | None = None,
+    ) -> None:
+        self.pair, self.switcher, self.policy, self.profiler = pair, switcher, policy, profiler
+        self.aborts, self.group = aborts, group
+        self.stats, self.on_iteration = stats, on_iteration
+        self.front = RequestFront(pair.front, stats.rank, policy_version)
+        self._started = self._mark = time.perf_counter()
+
+    def admit(self, requests: list[SampleRequest]) -> None:
+        """Admit on all ranks or on none: a request vLLM refuses on one rank must not leave the others waiting.
+
+        Raises:
+            RequestRefused: a request is not valid; nothing was started.
+        """
+        problem = None
+        try:
+            for request in requests:
+                self.front.admit(request)
+        except (ValueError, TypeError) as error:
+            problem = f"prompt {request.key.prompt}, sample {request.key.sample}: {error}"
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, problem, group=self.group)
+        problems = [text for text in gathered if text]
+        if problems:
+            self.pair.active.core.abort_requests(self.front.forget_all())
+            forget_finished(self.pair.active)
+            raise RequestRefused(problems[0])
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Decode all admitted requests to their end.
+
+        Raises:
+            LostRequest, SwitchError: the step cannot be finished.
+        """
+        self.policy.begin_step()
+        iteration = 0
+        live = self._settle(self._exchange(None, self.front.abort(self.aborts)))
+        exchange: _Exchange | None = None
+        self._mark = time.perf_counter()
+        while True:
+            self.profiler.before_iteration(iteration, live, self.pair.layout, self.policy.config)
+            if live == 0:
+                if exchange is not None:
+                    self._settle(exchange)
+                self._drain()  # a batch that was scheduled before its requests were known to be finished
+                return
+            to = self._wanted_layout(iteration, live)
+            if to is not None:
+                live = self._try_switch(to, iteration, exchange)
+                exchange = None
+                self._mark = time.perf_counter()
+                if live == 0:
+                    continue
+            tokens, found = self._iterate()
+            last = self._end_pass(tokens)
+            iteration += 1
+            if exchange is not None:
+                live = self._settle(exchange)
+            exchange = self._exchange(last, found + self.front.abort(self.aborts))
+
+    def _wanted_layout(self, iteration: int, live: int) -> Layout | None:
+        if self.pair.layout is Layout.EP:
+            return Layout.TP if self.policy.wants_tp(iteration, live) else None
+        wants_ep = getattr(self.policy, "wants_ep", None)
+        return Layout.EP if wants_ep is not None and wants_ep(iteration, live) else None
+
+    def _end_pass(self, tokens: int) -> _Pass:
+        now = time.perf_counter()
+        last = _Pass(now - self._started, 1e3 * (now - self._mark), self.pair.layout, tokens)
+        self._mark = now
+        return last
+
+    def _exchange(self, last: _Pass | None, aborts: list[str]) -> _Exchange:
+        if self.pair.layout is Layout.EP and aborts:
+            self.pair.active.core.abort_requests(aborts)  # nobody else's core has them
+            aborts = []
+        known = self.pair.active.scheduler.get_num_unfinished_requests()
+        return _Exchange(self.group, self.pair.layout, self.front.unfinished, known, last, aborts)
+
+    def _settle(self, exchange: _Exchange) -> int:
+        """Wait for the counts, apply aborts, write the iteration down; returns how many samples are unfinished."""
+        live, tokens = self._agree(exchange)
+        if (last := exchange.last) is not None:
+            self.stats.iterations.append(Iteration(last.t, last.layout.value, live, tokens, last.ms))
+            if last.layout is Layout.EP:
+                self.stats.burst_s += last.ms / 1e3
+            else:
+                self.stats.tail_s += last.ms / 1e3
+            if self.on_iteration:
+                self.on_iteration(len(self.front.results), live, last.layout.value, last.tokens)
+        return live
+
+    def _agree(self, exchange: _Exchange) -> tuple[int, int]:
+        """Wait for the counts and apply aborts; returns (live, tokens) over all ranks."""
+        live, tokens, any_aborts = exchange.wait()
+        if any_aborts:
+            # In TP all ranks take requests off the core in one order: their schedulers must stay identical.
+            gathered: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(gathered, exchange.aborts, group=self.group)
+            self.pair.active.core.abort_requests([request_id for ids in gathered for request_id in ids])
+        return live, tokens
+
+    def _iterate(self) -> tuple[int, list[str]]:
+        """One forward pass; returns tokens sampled for this rank's requests and requests to take off the core.
+
+        With asynchronous scheduling the tokens are those of the pass before: the one launched here is still running.
+        """
+        core = self.pair.active.core
+        if self.pair.layout is Layout.EP and not core.scheduler.has_requests():
+            # The peers' expert layers are collectives: a rank without requests takes part with a dummy batch.
+            core.execute_dummy_batch()
+        client: Any = self.pair.front.engine_core
+        outputs = client.get_output()
+        if self.pair.layout is Layout.TP and not outputs.outputs:
+            release_stuck(self.pair.tp)
+        return self.front.deliver(outputs)
+
+    def _drain(self) -> tuple[int, list[str]]:
+        """Take what is still in flight off the batch queue, without a forward pass; returns as `_iterate`.
+
+        Not by stepping the core, which would launch the next pass: a collective.
+        """
+        core = self.pair.active.core
+        tokens, aborts = 0, []
+        while core.batch_queue:
+            future, scheduled, _ = core.batch_queue.pop()
+            outputs = core.scheduler.update_from_output(scheduled, future.result()).get(0)
+            if outputs is not None:
+                more, found = self.front.deliver(outputs)
+                tokens += more
+                aborts += found
+        return tokens, aborts
+
+    def _try_switch(self, to: Layout, iteration: int, exchange: _Exchange | None) -> int:
+        """Switch if the requests fit; returns how many samples are unfinished."""
+        timer = PhaseTimer()
+        with timer.phase("quiesce"):
+            live = self._quiesce(exchange)
+        if live == 0:
+            return live  # the next turn of the loop ends the step
+        with timer.phase("decide"):
+            ranks = self.switcher.place() if to is Layout.EP else {}
+            fit = self.switcher.fits_ep(ranks) if to is Layout.EP else self.switcher.fits_tp()
+        t = time.perf_counter() - self._started
+        reason = fit.refusal
+        if reason is None:
+            try:
+                if to is Layout.EP:
+                    record = self.switcher.to_ep(fit, ranks, self.front, timer, iteration=iteration, t=t)
+                else:
+                    record = self.switcher.to_tp(fit, timer, iteration=iteration, t=t)
+            except QuiesceError as error:
+                reason = f"not at rest: {error}"
+            else:
+                self.policy.switched()
+                self.profiler.after_switch()
+                self.stats.switches.append(record)
+                self.stats.switch_s += record.pause_ms / 1e3
+                return live
+        self.policy.cancelled(iteration)
+        self.stats.cancelled.append(CancelledSwitch(iteration, t, live, reason))
+        return live
+
+    def _quiesce(self, exchange: _Exchange | None) -> int:
+        """Take everything that is in flight and deliver it; returns how many samples are unfinished then."""
+        if exchange is not None:
+            self._settle(exchange)
+        # Draining finishes requests, so they are counted anew before anything is decided.
+        tokens, aborts = self._drain()
+        drained = _Pass(0.0, 0.0, self.pair.layout, tokens)
+        live, all_tokens = self._agree(self._exchange(drained, aborts + self.front.abort(self.aborts)))
+        if self.stats.iterations:
+            self.stats.iterations[-1].live = live
+            self.stats.iterations[-1].tokens += all_tokens
+        if self.on_iteration and tokens:
+            self.on_iteration(len(self.front.results), live, self.pair.layout.value, tokens)
+        return live

@@ -1,0 +1,1 @@
+"""Benchmarks beside stock vLLM: the `moebius bench` commands. Importing this loads neither torch nor vLLM."""

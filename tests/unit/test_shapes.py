@@ -1,0 +1,109 @@
+"""Model shapes that come with the repository, and the capture sizes that follow from a configuration."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moebius.engine.capture import capture_sizes
+from moebius.engine.config import EngineConfig, PolicyConfig
+from moebius.engine.layout import Layout, ModelShape, ShardMap
+from moebius.rollout.checkpoint import check_model
+
+SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
+FACTS = {
+    "qwen3-30b-a3b": ModelShape(48, tuple(range(48)), 128, 2048, 768, 32, 4, 128, 151936),
+    "qwen3-235b-a22b": ModelShape(94, tuple(range(94)), 128, 4096, 1536, 64, 4, 128, 151936),
+}
+
+
+def test_every_shape_is_checked():
+    assert {path.parent.name for path in SHAPES.glob("*/config.json")} == set(FACTS)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", FACTS)
+def test_shapes(name, ranks):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(SHAPES / name)
+    assert ModelShape.from_hf_config(config.to_dict(), ranks) == FACTS[name]
+    assert ModelShape.from_hf_config(json.loads((SHAPES / name / "config.json").read_text()), ranks) == FACTS[name]
+    assert config.num_experts_per_tok == 8 and config.norm_topk_prob and not config.tie_word_embeddings
+    assert config.rope_parameters["rope_theta"] == 1e6 and config.max_position_embeddings == 40960
+    assert str(config.dtype) == "torch.bfloat16"
+    assert ShardMap(FACTS[name], ranks).experts_per_rank == 128 // ranks
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_parameters_add_up_to_the_name(name):
+    """30.5 and 235.1 billion parameters, as their names say."""
+    s = FACTS[name]
+    attention = s.hidden * s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads)
+    layer = attention + s.num_experts * (3 * s.hidden * s.intermediate + s.hidden)
+    billions = (s.num_layers * layer + 2 * s.vocab * s.hidden) / 1e9
+    assert billions == pytest.approx(float(name.split("-")[1].rstrip("b")), rel=0.02)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_fewer_layers(name):
+    transformers = pytest.importorskip("transformers")
+    engine = EngineConfig(model=str(SHAPES / name), load_format="dummy", hf_overrides={"num_hidden_layers": 3})
+    config = transformers.AutoConfig.from_pretrained(engine.model, **engine.hf_overrides)
+    assert ModelShape.from_hf_config(config.to_dict(), 2).moe_layers == (0, 1, 2)
+    assert check_model(engine, 2) == SHAPES / name
+
+
+def test_overrides_are_checked_before_anything_starts():
+    engine = EngineConfig(model=str(SHAPES / "qwen3-30b-a3b"), load_format="dummy", hf_overrides={"num_experts": 127})
+    with pytest.raises(ValueError, match="127 experts cannot be split evenly over 2 ranks"):
+        check_model(engine, 2)
+
+
+def engine(**changes):
+    policy = PolicyConfig(kind=changes.pop("kind", "rollout"), threshold=changes.pop("threshold", 64))
+    return EngineConfig(model="m", policy=policy, **changes)
+
+
+def test_sizes_follow_the_policy():
+    config = engine(max_num_seqs=1024, threshold=128)
+    ep, tp = (capture_sizes(layout, config) for layout in (Layout.EP, Layout.TP))
+    assert ep[:6] == [1, 2, 4, 8, 16, 24] and ep[-3:] == [992, 1008, 1024]
+    assert tp == [size for size in ep if size <= 128]
+    assert capture_sizes(Layout.TP, engine(max_num_seqs=1024, threshold=100))[-1] == 104  # the step above
+    assert capture_sizes(Layout.TP, engine(max_num_seqs=1024, threshold=300))[-2:] == [288, 304]
+    for kind in ("static_tp", "scheduled"):
+        assert capture_sizes(Layout.TP, engine(kind=kind, max_num_seqs=1024)) == ep
+    assert max(capture_sizes(Layout.TP, engine(kind="static_ep", max_num_seqs=1024))) <= 8
+    assert capture_sizes(Layout.TP, engine(threshold=0)) == [1]
+
+
+def test_given_sizes_and_caps():
+    assert capture_sizes(Layout.TP, engine(capture_sizes=[8, 1, 8, 3])) == [1, 3, 8]
+    assert capture_sizes(Layout.EP, engine(max_num_seqs=1024, max_capture_size=100))[-2:] == [96, 100]
+    assert capture_sizes(Layout.EP, engine(max_num_seqs=100))[-2:] == [96, 100]  # no batch is larger
+    with pytest.raises(ValueError, match="at least 1 item"):
+        engine(capture_sizes=[])
+
+
+@given(
+    seqs=st.integers(1, 2100),
+    threshold=st.integers(0, 2100),
+    cap=st.none() | st.integers(1, 2100),
+    kind=st.sampled_from(["rollout", "static_ep", "static_tp", "scheduled"]),
+)
+def test_sizes_cover_every_batch_with_little_padding(seqs, threshold, cap, kind):
+    config = engine(kind=kind, threshold=threshold, max_num_seqs=seqs, max_capture_size=cap)
+    for layout in Layout:
+        sizes = capture_sizes(layout, config)
+        assert sizes[0] == 1 and all(a < b <= max(2 * a, a + 16) for a, b in itertools.pairwise(sizes))
+        assert sizes[-1] <= min(seqs, cap or seqs)
+        largest = seqs
+        if layout is Layout.TP and kind == "rollout":
+            largest = min(seqs, threshold)
+        if cap is None and not (layout is Layout.TP and kind == "static_ep"):
+            assert sizes[-1] >= largest
