@@ -14,13 +14,13 @@ from vllm.distributed.parallel_state import get_world_group
 from moebius.engine.account import MemoryAccount, memory_account
 from moebius.engine.config import EngineConfig
 from moebius.engine.expert_writer import ExpertWriter
-from moebius.engine.front import AbortBox
+from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.layout import Layout, ModelShape, ShardMap
 from moebius.engine.policy import SwitchPolicy
 from moebius.engine.profile import SwitchProfiler
 from moebius.engine.requests import forget_finished, reset_prefix_cache
 from moebius.engine.runtime import RuntimePair
-from moebius.engine.step import OnIteration, RequestRefused, Step
+from moebius.engine.step import OnIteration, OnResults, RequestRefused, Step
 from moebius.engine.switch import Switcher
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome, StepStats
 from moebius.engine.weights import ExpectedWeights, WeightSession
@@ -65,13 +65,24 @@ class MoebiusEngine:
         self._broken: str | None = None  # a step broke off: only a restart helps
         self._problem: str | None = None  # the weights are not whole: a full update helps
         self._update: tuple[int, WeightSession] | None = None
+        self.inbox = Inbox()  # may be used from any thread
         self._aborts = AbortBox()
         self.startup = self.pair.clock.report(self.rank)
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
-    def run_step(self, requests: list[SampleRequest], *, on_iteration: OnIteration | None = None) -> StepOutcome:
+    def run_step(
+        self,
+        requests: list[SampleRequest],
+        *,
+        on_iteration: OnIteration | None = None,
+        on_results: OnResults | None = None,
+    ) -> StepOutcome:
         """Decode this rank's `requests` to the end. Collective: every rank calls it, some perhaps with none.
+
+        While `inbox` is open, requests handed to it join the step, and the step goes on until all ranks have closed
+        theirs. A request of the inbox that vLLM refuses comes back with finish_reason "error" and the reason as
+        stop_reason. With `on_results`, results are passed to it (on this thread) instead of being returned at the end.
 
         Raises:
             EngineDirty: a weight update failed or a step broke off; the message says how to go on.
@@ -89,11 +100,13 @@ class MoebiusEngine:
                 self.switcher,
                 self.policy,
                 self.profiler,
+                self.inbox,
                 self._aborts,
                 self._cpu_group,
                 stats=stats,
                 policy_version=self.policy_version,
                 on_iteration=on_iteration,
+                on_results=on_results,
             )
             step.admit(requests)
             step.run()

@@ -5,7 +5,6 @@ A core knows tokens; a front knows whose they are, their text, their stop string
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,38 +15,9 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.request import Request
 
+from moebius.engine.inbox import AbortBox
 from moebius.engine.sampler import SEED_FIELD
 from moebius.engine.types import SampleKey, SampleRequest, SampleResult
-
-
-class AbortBox:
-    """Aborts asked for by any thread, until the step takes them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._keys: set[SampleKey] = set()
-        self._all = False
-
-    def add(self, keys: Iterable[SampleKey] | None) -> None:
-        """Ask to abort these samples; None: all."""
-        with self._lock:
-            if keys is None:
-                self._all = True
-            else:
-                self._keys.update(SampleKey(*key) for key in keys)
-
-    def clear(self) -> None:
-        """Forget what was asked for."""
-        with self._lock:
-            self._keys.clear()
-            self._all = False
-
-    def among(self, keys: dict[str, SampleKey]) -> list[str]:
-        """Request ids in `keys` that are to be aborted."""
-        with self._lock:
-            if self._all:
-                return list(keys)
-            return [i for i, key in keys.items() if key in self._keys] if self._keys else []
 
 
 @dataclass(slots=True)
@@ -66,6 +36,7 @@ class RequestFront:
     def __init__(self, front: Any, rank: int, policy_version: int) -> None:
         self.rank, self.policy_version = rank, policy_version
         self.results: list[SampleResult] = []
+        self.finished = 0  # results so far, also those that were taken
         self._front = front
         self._keys: dict[str, SampleKey] = {}  # internal request id -> key, unfinished ones
         self._asked: dict[SampleKey, SampleRequest] = {}
@@ -75,8 +46,10 @@ class RequestFront:
         """How many requests have no result yet."""
         return len(self._keys)
 
-    def admit(self, request: SampleRequest) -> None:
-        """Give a request to the active core. Raises ValueError or TypeError when vLLM refuses it."""
+    def prepare(self, request: SampleRequest) -> EngineCoreRequest:
+        """Check a request and make it ready for a core. Raises ValueError or TypeError when vLLM refuses it."""
+        if request.key in self._asked:
+            raise ValueError("a sample with this key is unfinished already")
         params = SamplingParams(
             **request.sampling,
             n=1,
@@ -85,13 +58,29 @@ class RequestFront:
             detokenize=self._front.tokenizer is not None,
         )
         prompt: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
-        self._keys[self._front.add_request(_name(request.key), prompt, params)] = request.key
+        processor = self._front.input_processor
+        tasks = self._front.get_supported_tasks()
+        prepared: EngineCoreRequest = processor.process_inputs(
+            _name(request.key), prompt, params, supported_tasks=tasks
+        )
+        processor.assign_request_id(prepared)
+        return prepared
+
+    def register(self, request: SampleRequest, prepared: EngineCoreRequest) -> None:
+        """Answer for a request that is about to be given to the core."""
+        self._front.output_processor.add_request(prepared, None)
+        self._keys[prepared.request_id] = request.key
         self._asked[request.key] = request
+
+    def refuse(self, request: SampleRequest, reason: str) -> None:
+        """Leave a result that says why there is none."""
+        self._add(SampleResult(request.key, [], None, None, "error", reason, self.policy_version, self.rank))
 
     def forget_all(self) -> list[str]:
         """Drop every unfinished request without a result; returns their ids, for the core."""
         ids = list(self._keys)
         self._keys.clear()
+        self._asked.clear()
         self._front.output_processor.abort_requests(ids, internal=True)
         return ids
 
@@ -106,7 +95,7 @@ class RequestFront:
         finished = set(processed.reqs_to_abort) | {o.request_id for o in own if o.finish_reason is not None}
         by_name = {_name(key): key for key in (self._keys[i] for i in finished)}
         for output in processed.request_outputs:
-            self.results.append(self._result(by_name[output.request_id], output))
+            self._add(self._result(by_name[output.request_id], output))
         for request_id in finished:
             del self._keys[request_id]
         return tokens, list(processed.reqs_to_abort)
@@ -117,7 +106,7 @@ class RequestFront:
         for request_id in ids:
             state = self._front.output_processor.request_states[request_id]
             output = state.make_request_output([], None, FinishReason.ABORT, None)
-            self.results.append(self._result(self._keys.pop(request_id), output))
+            self._add(self._result(self._keys.pop(request_id), output))
         if ids:
             self._front.output_processor.abort_requests(ids, internal=True)
         return ids
@@ -176,6 +165,16 @@ class RequestFront:
         assert state.logprobs_processor is not None
         state.logprobs_processor.logprobs = record.logprobs
         state.logprobs_processor.cumulative_logprob = record.cumulative_logprob
+
+    def _add(self, result: SampleResult) -> None:
+        self.results.append(result)
+        self.finished += 1
+        self._asked.pop(result.key, None)
+
+    def take_results(self) -> list[SampleResult]:
+        """Results since the last call."""
+        taken, self.results = self.results, []
+        return taken
 
     def _result(self, key: SampleKey, output: Any) -> SampleResult:
         completion = output.outputs[0]

@@ -14,17 +14,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm.v1.engine import EngineCoreRequest
 
-from moebius.engine.front import AbortBox, RequestFront
+from moebius.engine.front import RequestFront
+from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.layout import Layout
 from moebius.engine.policy import SwitchPolicy
 from moebius.engine.profile import SwitchProfiler
 from moebius.engine.requests import QuiesceError, forget_finished, release_stuck
 from moebius.engine.runtime import RuntimePair
 from moebius.engine.switch import PhaseTimer, Switcher
-from moebius.engine.types import CancelledSwitch, Iteration, SampleRequest, StepStats
+from moebius.engine.types import CancelledSwitch, Iteration, SampleRequest, SampleResult, StepStats
 
 OnIteration = Callable[[int, int, str, int], None]  # finished here, live everywhere, layout, tokens here
+OnResults = Callable[[list[SampleResult]], None]  # results of this rank, as soon as they are there
+
+_IDLE_S = 0.001  # between two looks for requests while an open step has none
 
 
 class RequestRefused(ValueError):
@@ -45,31 +50,49 @@ class _Pass:
     tokens: int
 
 
-class _Exchange:
-    """One small all-reduce on its way: unfinished samples, tokens of `last`, whether a rank has aborts or lost some.
+@dataclass(slots=True)
+class _News:
+    """What a rank has to tell in TP, where all cores have all requests."""
 
-    `aborts` are this rank's, for all to apply; `known` is how many unfinished requests its core has.
+    aborts: list[str]
+    arrivals: list[EngineCoreRequest]
+
+
+class _Exchange:
+    """One small all-reduce on its way: unfinished samples, tokens, whether ranks have news, lost some or await some.
+
+    `known` is how many unfinished requests this rank's core has.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, layout: Layout, live: int, known: int, last: _Pass | None, aborts: list[str]
+        self,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        live: int,
+        known: int,
+        *,
+        last: _Pass | None,
+        news: _News,
+        is_open: bool,
     ) -> None:
-        self.last, self.aborts = last, aborts
+        self.last, self.news = last, news
         self._known = known if layout is Layout.TP else None  # TP cores have all ranks' requests
-        counts = [live, last.tokens if last else 0, bool(aborts), known < live]
-        self._counts = torch.tensor(counts, dtype=torch.int64)
+        has_news = bool(news.aborts or news.arrivals)
+        self._counts = torch.tensor(
+            [live, last.tokens if last else 0, has_news, known < live, is_open], dtype=torch.int64
+        )
         self._work = dist.all_reduce(self._counts, group=group, async_op=True)
 
-    def wait(self) -> tuple[int, int, bool]:
-        """(live samples, tokens, whether any rank has aborts), over all ranks.
+    def wait(self) -> tuple[int, int, bool, bool]:
+        """(live samples, tokens, whether any rank has news, whether any rank is open), over all ranks.
 
         Raises LostRequest, on all ranks alike.
         """
         self._work.wait()
-        live, tokens, aborts, lost = self._counts.tolist()
+        live, tokens, news, lost, is_open = self._counts.tolist()
         if lost or (self._known is not None and self._known < live):
             raise LostRequest("a core does not know all of its unfinished requests: they would never end")
-        return live, tokens, bool(aborts)
+        return live, tokens, bool(news), bool(is_open)
 
 
 class Step:
@@ -81,17 +104,21 @@ class Step:
         switcher: Switcher,
         policy: SwitchPolicy,
         profiler: SwitchProfiler,
+        inbox: Inbox,
         aborts: AbortBox,
         group: dist.ProcessGroup,
         *,
         stats: StepStats,
         policy_version: int,
         on_iteration: OnIteration | None = None,
+        on_results: OnResults | None = None,
     ) -> None:
         self.pair, self.switcher, self.policy, self.profiler = pair, switcher, policy, profiler
-        self.aborts, self.group = aborts, group
-        self.stats, self.on_iteration = stats, on_iteration
+        self.inbox, self.aborts, self.group = inbox, aborts, group
+        self.stats, self.on_iteration, self.on_results = stats, on_iteration, on_results
         self.front = RequestFront(pair.front, stats.rank, policy_version)
+        self._arriving: dict[str, SampleRequest] = {}  # in TP: on their way to all cores, by internal id
+        self._open = False  # whether any rank may still get requests, by the last exchange
         self._started = self._mark = time.perf_counter()
 
     def admit(self, requests: list[SampleRequest]) -> None:
@@ -103,7 +130,7 @@ class Step:
         problem = None
         try:
             for request in requests:
-                self.front.admit(request)
+                self._admit(request)
         except (ValueError, TypeError) as error:
             problem = f"prompt {request.key.prompt}, sample {request.key.sample}: {error}"
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
@@ -113,6 +140,15 @@ class Step:
             self.pair.active.core.abort_requests(self.front.forget_all())
             forget_finished(self.pair.active)
             raise RequestRefused(problems[0])
+
+    def _admit(self, request: SampleRequest) -> None:
+        prepared = self.front.prepare(request)
+        self.front.register(request, prepared)
+        self._give_to_core(prepared)
+
+    def _give_to_core(self, prepared: EngineCoreRequest) -> None:
+        core = self.pair.active.core
+        core.add_request(*core.preprocess_add_request(prepared))
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
@@ -131,9 +167,14 @@ class Step:
             self.profiler.before_iteration(iteration, live, self.pair.layout, self.policy.config)
             if live == 0:
                 if exchange is not None:
-                    self._settle(exchange)
+                    live, exchange = self._settle(exchange), None
+                    continue
                 self._drain()  # a batch that was scheduled before its requests were known to be finished
-                return
+                self._pass_results()
+                if not self._open:
+                    return
+                live = self._idle()
+                continue
             to = self._wanted_layout(iteration, live)
             if to is not None:
                 live = self._try_switch(to, iteration, exchange)
@@ -147,6 +188,18 @@ class Step:
             if exchange is not None:
                 live = self._settle(exchange)
             exchange = self._exchange(last, found + self.front.abort(self.aborts))
+            self._pass_results()
+
+    def _idle(self) -> int:
+        """Wait for requests, or for the step to be closed on all ranks."""
+        time.sleep(_IDLE_S)
+        live = self._settle(self._exchange(None, self.front.abort(self.aborts)))
+        self._mark = time.perf_counter()
+        return live
+
+    def _pass_results(self) -> None:
+        if self.on_results is not None and self.front.results:
+            self.on_results(self.front.take_results())
 
     def _wanted_layout(self, iteration: int, live: int) -> Layout | None:
         if self.pair.layout is Layout.EP:
@@ -161,11 +214,26 @@ class Step:
         return last
 
     def _exchange(self, last: _Pass | None, aborts: list[str]) -> _Exchange:
-        if self.pair.layout is Layout.EP and aborts:
+        requests, is_open = self.inbox.take()
+        in_ep = self.pair.layout is Layout.EP
+        if in_ep and aborts:
             self.pair.active.core.abort_requests(aborts)  # nobody else's core has them
-            aborts = []
+        news = _News([] if in_ep else aborts, [])
+        for request in requests:
+            try:
+                if in_ep:
+                    self._admit(request)
+                    self.stats.admitted += 1
+                else:
+                    news.arrivals.append(self.front.prepare(request))
+                    self._arriving[news.arrivals[-1].request_id] = request
+            except (ValueError, TypeError) as error:
+                self.front.refuse(request, str(error))
         known = self.pair.active.scheduler.get_num_unfinished_requests()
-        return _Exchange(self.group, self.pair.layout, self.front.unfinished, known, last, aborts)
+        live = self.front.unfinished
+        return _Exchange(
+            self.group, self.pair.layout, live, known, last=last, news=news, is_open=is_open or bool(news.arrivals)
+        )
 
     def _settle(self, exchange: _Exchange) -> int:
         """Wait for the counts, apply aborts, write the iteration down; returns how many samples are unfinished."""
@@ -177,17 +245,25 @@ class Step:
             else:
                 self.stats.tail_s += last.ms / 1e3
             if self.on_iteration:
-                self.on_iteration(len(self.front.results), live, last.layout.value, last.tokens)
+                self.on_iteration(self.front.finished, live, last.layout.value, last.tokens)
         return live
 
     def _agree(self, exchange: _Exchange) -> tuple[int, int]:
-        """Wait for the counts and apply aborts; returns (live, tokens) over all ranks."""
-        live, tokens, any_aborts = exchange.wait()
-        if any_aborts:
-            # In TP all ranks take requests off the core in one order: their schedulers must stay identical.
+        """Wait for the counts, apply what ranks have told; returns (live, tokens) over all ranks."""
+        live, tokens, news, self._open = exchange.wait()
+        if news:
+            # In TP all ranks change their cores in one order: their schedulers must stay identical.
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(gathered, exchange.aborts, group=self.group)
-            self.pair.active.core.abort_requests([request_id for ids in gathered for request_id in ids])
+            dist.all_gather_object(gathered, exchange.news, group=self.group)
+            self.pair.active.core.abort_requests([request_id for told in gathered for request_id in told.aborts])
+            for rank, told in enumerate(gathered):
+                for prepared in told.arrivals:
+                    if rank == self.stats.rank:
+                        self.front.register(self._arriving.pop(prepared.request_id), prepared)
+                        self.stats.admitted += 1
+                    self.switcher.owners[prepared.request_id] = rank
+                    self._give_to_core(prepared)
+                live += len(told.arrivals)
         return live, tokens
 
     def _iterate(self) -> tuple[int, list[str]]:
@@ -263,5 +339,5 @@ class Step:
             self.stats.iterations[-1].live = live
             self.stats.iterations[-1].tokens += all_tokens
         if self.on_iteration and tokens:
-            self.on_iteration(len(self.front.results), live, self.pair.layout.value, tokens)
+            self.on_iteration(self.front.finished, live, self.pair.layout.value, tokens)
         return live

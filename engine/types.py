@@ -31,7 +31,7 @@ class SampleResult:
     token_ids: list[int]
     logprobs: list[float] | None
     text: str | None
-    finish_reason: str  # "stop" | "length" | "abort"
+    finish_reason: str  # "stop" | "length" | "abort" | "error" (refused; stop_reason says why)
     stop_reason: int | str | None
     policy_version: int
     rank: int

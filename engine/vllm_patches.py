@@ -126,12 +126,14 @@ def _upstream_fixes() -> list[Target]:
 
 def _common_changes() -> list[Target]:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.v1.engine import core
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     return [
         *_upstream_fixes(),
         (UnquantizedFusedMoEMethod, "create_weights", _expert_parameters_in_slots),
         (GPUModelRunner, "_allocate_kv_cache_tensors", _kv_in_slots),
+        (core, "init_none_hash", _same_hash_root),
     ]
 
 
@@ -163,6 +165,23 @@ def _swapped_allowed_ids_rows(original: Any) -> Any:
             mask[[i1, i2]] = rows
 
     return swap_states
+
+
+def _same_hash_root(original: Any) -> Any:
+    """All ranks hash pages alike: upstream, each process begins its chains of page hashes with random bytes.
+
+    In TP a rank hashes new requests itself and has hashes from its peers for those that were switched; with different
+    roots one rank would find a page in its prefix cache that another does not, and their schedulers would part.
+    """
+
+    def init_none_hash(hash_function: Callable[[Any], bytes]) -> None:
+        from vllm.v1.core import kv_cache_utils
+
+        original(hash_function)
+        if _binding is not None:
+            kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_function("moebius"))
+
+    return init_none_hash
 
 
 def _expert_parameters_in_slots(original: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from typing import Any
 
 from moebius.engine.config import EngineConfig, PolicyConfig
@@ -69,6 +70,43 @@ def run_alternating(engine: Any, iterations: list[int], requests: list[SampleReq
         return engine.run_step(requests)
     finally:
         engine.policy = kept
+
+
+def run_open(
+    engine: Any, switches: list[int], waves: list[tuple[int, list[SampleRequest]]], late: list[SampleRequest]
+) -> StepOutcome:
+    """An open step: each wave is submitted after so many iterations, `late` when everything else has long ended."""
+    iteration = 0
+    results: list[Any] = []
+    waves = sorted(waves, key=lambda wave: wave[0])
+
+    def on_iteration(done: int, live: int, layout: str, tokens: int) -> None:
+        nonlocal iteration
+        iteration += 1
+        while waves and waves[0][0] <= iteration:
+            engine.inbox.submit(waves.pop(0)[1])
+
+    def end() -> None:
+        for _, wave in waves:
+            engine.inbox.submit(wave)
+        waves.clear()
+        engine.inbox.submit(late)
+        engine.inbox.close()
+
+    kept, engine.policy = engine.policy, Alternating(switches)
+    engine.inbox.open()
+    engine.inbox.submit(waves.pop(0)[1])
+    timer = threading.Timer(4.0, end)
+    timer.start()
+    try:
+        outcome = engine.run_step([], on_iteration=on_iteration, on_results=results.extend)
+    finally:
+        timer.cancel()
+        engine.inbox.close()
+        engine.policy = kept
+    assert not outcome.results
+    outcome.results = results
+    return outcome
 
 
 class PlainEngine:
