@@ -99,6 +99,11 @@ class EngineConfig(BaseModel):
     custom_all_reduce: bool = Field(
         True, description="vLLM's all-reduce over peer memory in TP; off where peers cannot map each other's memory."
     )
+    mover: Literal["auto", "direct", "collective"] = Field(
+        "collective",
+        description="How a switch moves bytes. collective: NCCL, on CPU gloo. direct: on GPUs, writes into the peers' "
+        "memory over NVLink (not run on GPUs yet). auto: direct where ranks can map each other's memory.",
+    )
     async_scheduling: bool = Field(
         True, description="Schedule the next iteration while the last one runs (vLLM's default on GPUs)."
     )

@@ -13,10 +13,12 @@ from vllm.distributed.parallel_state import get_world_group
 
 from moebius.engine.account import MemoryAccount, memory_account
 from moebius.engine.config import EngineConfig
+from moebius.engine.costs import CostModel
 from moebius.engine.expert_writer import ExpertWriter
 from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.layout import Layout, ModelShape, ShardMap
-from moebius.engine.policy import SwitchPolicy
+from moebius.engine.movers import make_mover
+from moebius.engine.policy import SwitchPolicy, resolved
 from moebius.engine.profile import SwitchProfiler
 from moebius.engine.requests import forget_finished, reset_prefix_cache
 from moebius.engine.runtime import RuntimePair
@@ -24,7 +26,6 @@ from moebius.engine.step import OnIteration, OnResults, RequestRefused, Step
 from moebius.engine.switch import Switcher
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome, StepStats
 from moebius.engine.weights import ExpectedWeights, WeightSession
-from moebius.kernels.collective import CollectiveMover
 
 
 class EngineDirty(RuntimeError):
@@ -44,6 +45,8 @@ class MoebiusEngine:
     def __init__(self, config: EngineConfig) -> None:
         from transformers import AutoConfig
 
+        costs = None if config.policy.costs is None else CostModel.load(config.policy.costs)
+        config = config.model_copy(update={"policy": resolved(config.policy, costs)})  # capture sizes depend on it
         self.config = config
         hf_config = AutoConfig.from_pretrained(config.model, **config.hf_overrides)
         self._hf_config = hf_config
@@ -53,9 +56,9 @@ class MoebiusEngine:
         world = get_world_group()
         self.rank, self.world_size = world.rank_in_group, world.world_size
         self._cpu_group = world.cpu_group
-        self.switcher = Switcher(self.pair, CollectiveMover(world.device_group), world.cpu_group)
-        self.switcher.warm_up()
-        self.policy = SwitchPolicy(config.policy)
+        mover = make_mover(config, self.pair, world.device_group, world.cpu_group)
+        self.switcher = Switcher(self.pair, mover, world.cpu_group)
+        self.policy = SwitchPolicy(config.policy, costs)
         self.profiler = SwitchProfiler(config.profile, self.rank)
         self.policy_version = 0
         self.tokenizer = self.pair.front.tokenizer
@@ -94,7 +97,10 @@ class MoebiusEngine:
         started = time.perf_counter()
         stats = StepStats(rank=self.rank, world_size=self.world_size, admitted=len(requests))
         try:
-            self._return_to_ep(stats)
+            if not self.policy.keeps_layout:
+                self._return_to_ep(stats)
+            for runtime in (self.pair.ep, self.pair.tp):
+                runtime.runner.sampler.topk_topp_sampler.forget_rows()
             step = Step(
                 self.pair,
                 self.switcher,
@@ -110,6 +116,7 @@ class MoebiusEngine:
             )
             step.admit(requests)
             step.run()
+            stats.decisions = step.decisions()
             forget_finished(self.pair.active)
         except RequestRefused:
             raise  # nothing was started on any rank
@@ -138,8 +145,6 @@ class MoebiusEngine:
             self.pair.activate(Layout.EP)
             # What the previous step cached described pages that TP has overwritten since.
             self._reset_prefix_caches()
-        for runtime in (self.pair.ep, self.pair.tp):
-            runtime.runner.sampler.topk_topp_sampler.forget_rows()
 
     def _reset_prefix_caches(self) -> None:
         for runtime in (self.pair.ep, self.pair.tp):
@@ -223,7 +228,8 @@ class MoebiusEngine:
         return memory_account(self.pair, self.startup, self.rank)
 
     def shutdown(self) -> None:
-        """End both cores and the process group."""
+        """End both cores and the process group; a collective."""
+        self.switcher.mover.close()
         for runtime in (self.pair.ep, self.pair.tp):
             runtime.core.shutdown()
         if dist.is_initialized():

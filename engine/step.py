@@ -19,12 +19,12 @@ from vllm.v1.engine import EngineCoreRequest
 from moebius.engine.front import RequestFront
 from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.layout import Layout
-from moebius.engine.policy import SwitchPolicy
+from moebius.engine.policy import Observation, StepStart, SwitchPolicy
 from moebius.engine.profile import SwitchProfiler
-from moebius.engine.requests import QuiesceError, forget_finished, release_stuck
+from moebius.engine.requests import QuiesceError, release_stuck
 from moebius.engine.runtime import RuntimePair
 from moebius.engine.switch import PhaseTimer, Switcher
-from moebius.engine.types import CancelledSwitch, Iteration, SampleRequest, SampleResult, StepStats
+from moebius.engine.types import CancelledSwitch, Iteration, PolicyDecision, SampleRequest, SampleResult, StepStats
 
 OnIteration = Callable[[int, int, str, int], None]  # finished here, live everywhere, layout, tokens here
 OnResults = Callable[[list[SampleResult]], None]  # results of this rank, as soon as they are there
@@ -38,6 +38,17 @@ class RequestRefused(ValueError):
 
 class LostRequest(RuntimeError):
     """An unfinished request is in no scheduler: it would never end."""
+
+
+@dataclass(slots=True)
+class _Admission:
+    """What a rank brings to a step."""
+
+    problem: str | None
+    prepared: list[EngineCoreRequest]  # in TP only: for all cores
+    samples: int
+    prompt_tokens: int
+    max_tokens: int
 
 
 @dataclass(slots=True)
@@ -58,11 +69,19 @@ class _News:
     arrivals: list[EngineCoreRequest]
 
 
-class _Exchange:
-    """One small all-reduce on its way: unfinished samples, tokens, whether ranks have news, lost some or await some.
+@dataclass(slots=True)
+class _Counts:
+    """What one exchange tells, the same on all ranks; sums but for `seconds`."""
 
-    `known` is how many unfinished requests this rank's core has.
-    """
+    live: int  # unfinished samples
+    tokens: int
+    news: bool  # a rank has something to tell
+    is_open: bool  # a rank may still get requests
+    seconds: float  # rank 0's clock, since the step began
+
+
+class _Exchange:
+    """One small all-reduce on its way. `known` is how many unfinished requests this rank's core has."""
 
     def __init__(
         self,
@@ -70,6 +89,7 @@ class _Exchange:
         layout: Layout,
         live: int,
         known: int,
+        seconds: float,
         *,
         last: _Pass | None,
         news: _News,
@@ -78,21 +98,18 @@ class _Exchange:
         self.last, self.news = last, news
         self._known = known if layout is Layout.TP else None  # TP cores have all ranks' requests
         has_news = bool(news.aborts or news.arrivals)
-        self._counts = torch.tensor(
-            [live, last.tokens if last else 0, has_news, known < live, is_open], dtype=torch.int64
-        )
-        self._work = dist.all_reduce(self._counts, group=group, async_op=True)
+        tokens = last.tokens if last else 0
+        clock = int(1e6 * seconds) if dist.get_rank(group) == 0 else 0
+        self._sums = torch.tensor([live, tokens, has_news, is_open, clock, known < live], dtype=torch.int64)
+        self._work = dist.all_reduce(self._sums, group=group, async_op=True)
 
-    def wait(self) -> tuple[int, int, bool, bool]:
-        """(live samples, tokens, whether any rank has news, whether any rank is open), over all ranks.
-
-        Raises LostRequest, on all ranks alike.
-        """
+    def wait(self) -> _Counts:
+        """The counts. Raises LostRequest, on all ranks alike."""
         self._work.wait()
-        live, tokens, news, lost, is_open = self._counts.tolist()
+        live, tokens, news, is_open, clock, lost = self._sums.tolist()
         if lost or (self._known is not None and self._known < live):
             raise LostRequest("a core does not know all of its unfinished requests: they would never end")
-        return live, tokens, bool(news), bool(is_open)
+        return _Counts(live, tokens, bool(news), bool(is_open), clock / 1e6)
 
 
 class Step:
@@ -118,6 +135,8 @@ class Step:
         self.stats, self.on_iteration, self.on_results = stats, on_iteration, on_results
         self.front = RequestFront(pair.front, stats.rank, policy_version)
         self._arriving: dict[str, SampleRequest] = {}  # in TP: on their way to all cores, by internal id
+        self._unseen_tokens = 0  # sampled over all ranks since the policy's last decision
+        self._seconds = 0.0  # since the step began, by rank 0's clock
         self._open = False  # whether any rank may still get requests, by the last exchange
         self._started = self._mark = time.perf_counter()
 
@@ -127,19 +146,35 @@ class Step:
         Raises:
             RequestRefused: a request is not valid; nothing was started.
         """
-        problem = None
+        problem, prepared = None, []
         try:
             for request in requests:
-                self._admit(request)
+                prepared.append(self.front.prepare(request))
+                self.front.register(request, prepared[-1])
         except (ValueError, TypeError) as error:
             problem = f"prompt {request.key.prompt}, sample {request.key.sample}: {error}"
+        in_tp = self.pair.layout is Layout.TP  # where every core has all requests
+        mine = _Admission(
+            problem,
+            prepared if in_tp else [],
+            len(requests),
+            sum(len(request.prompt_token_ids) for request in requests),
+            max((r.sampling_params.max_tokens or 0 for r in prepared if r.sampling_params), default=0),
+        )
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, problem, group=self.group)
-        problems = [text for text in gathered if text]
+        dist.all_gather_object(gathered, mine, group=self.group)
+        problems = [part.problem for part in gathered if part.problem]
         if problems:
-            self.pair.active.core.abort_requests(self.front.forget_all())
-            forget_finished(self.pair.active)
+            self.front.forget_all()
             raise RequestRefused(problems[0])
+        for rank, part in enumerate(gathered if in_tp else []):
+            for request in part.prepared:
+                self.switcher.owners[request.request_id] = rank
+        for request in [r for part in gathered for r in part.prepared] if in_tp else prepared:
+            self._give_to_core(request)
+        samples = sum(part.samples for part in gathered)
+        mean = sum(part.prompt_tokens for part in gathered) / max(1, samples)
+        self.policy.begin_step(StepStart(samples, mean, max(part.max_tokens for part in gathered) or None))
 
     def _admit(self, request: SampleRequest) -> None:
         prepared = self.front.prepare(request)
@@ -150,6 +185,18 @@ class Step:
         core = self.pair.active.core
         core.add_request(*core.preprocess_add_request(prepared))
 
+    def decisions(self) -> list[PolicyDecision]:
+        """The policy's changes of mind and wishes to switch, with what they rest on."""
+        return [
+            PolicyDecision(
+                logged.decision.target.value if logged.decision.target else None,
+                logged.decision.reason,
+                logged.outcome,
+                dict(logged.decision.inputs),
+            )
+            for logged in self.policy.log
+        ]
+
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -158,7 +205,6 @@ class Step:
         Raises:
             LostRequest, SwitchError: the step cannot be finished.
         """
-        self.policy.begin_step()
         iteration = 0
         live = self._settle(self._exchange(None, self.front.abort(self.aborts)))
         exchange: _Exchange | None = None
@@ -175,7 +221,7 @@ class Step:
                     return
                 live = self._idle()
                 continue
-            to = self._wanted_layout(iteration, live)
+            to = self._decide(iteration, live)
             if to is not None:
                 live = self._try_switch(to, iteration, exchange)
                 exchange = None
@@ -201,11 +247,10 @@ class Step:
         if self.on_results is not None and self.front.results:
             self.on_results(self.front.take_results())
 
-    def _wanted_layout(self, iteration: int, live: int) -> Layout | None:
-        if self.pair.layout is Layout.EP:
-            return Layout.TP if self.policy.wants_tp(iteration, live) else None
-        wants_ep = getattr(self.policy, "wants_ep", None)
-        return Layout.EP if wants_ep is not None and wants_ep(iteration, live) else None
+    def _decide(self, iteration: int, live: int) -> Layout | None:
+        seen = Observation(iteration, live, self.pair.layout, self._seconds, self._unseen_tokens)
+        self._unseen_tokens = 0
+        return self.policy.decide(seen).target
 
     def _end_pass(self, tokens: int) -> _Pass:
         now = time.perf_counter()
@@ -232,7 +277,14 @@ class Step:
         known = self.pair.active.scheduler.get_num_unfinished_requests()
         live = self.front.unfinished
         return _Exchange(
-            self.group, self.pair.layout, live, known, last=last, news=news, is_open=is_open or bool(news.arrivals)
+            self.group,
+            self.pair.layout,
+            live,
+            known,
+            time.perf_counter() - self._started,
+            last=last,
+            news=news,
+            is_open=is_open or bool(news.arrivals),
         )
 
     def _settle(self, exchange: _Exchange) -> int:
@@ -250,8 +302,10 @@ class Step:
 
     def _agree(self, exchange: _Exchange) -> tuple[int, int]:
         """Wait for the counts, apply what ranks have told; returns (live, tokens) over all ranks."""
-        live, tokens, news, self._open = exchange.wait()
-        if news:
+        counts = exchange.wait()
+        live, self._open, self._seconds = counts.live, counts.is_open, counts.seconds
+        self._unseen_tokens += counts.tokens
+        if counts.news:
             # In TP all ranks change their cores in one order: their schedulers must stay identical.
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(gathered, exchange.news, group=self.group)
@@ -264,7 +318,7 @@ class Step:
                     self.switcher.owners[prepared.request_id] = rank
                     self._give_to_core(prepared)
                 live += len(told.arrivals)
-        return live, tokens
+        return live, counts.tokens
 
     def _iterate(self) -> tuple[int, list[str]]:
         """One forward pass; returns tokens sampled for this rank's requests and requests to take off the core.

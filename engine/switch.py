@@ -104,11 +104,6 @@ class Switcher:
         self.experts_in = Layout.EP  # where the expert bytes stand, whichever runtime is active
         self.owners: dict[str, int] = {}  # in TP: the rank whose front has the request; the same on every rank
 
-    def warm_up(self) -> None:
-        """Let the mover make its connections and take its staging memory; a collective, called once at start."""
-        parameters = [p for module in self.pair.ep.expert_modules for p in (module.w13_weight, module.w2_weight)]
-        self.mover.warm_up(max(p.numel() * p.element_size() for p in parameters), parameters[0].device)
-
     # ---- EP -> TP ---------------------------------------------------------------------------------------------------
 
     def fits_tp(self) -> Fit:
@@ -160,7 +155,7 @@ class Switcher:
         heads = kv_head_ranges(self.pair.shape.num_kv_heads, self.world_size)
         layers = zip(self.pair.ep.kv, self.pair.tp.kv, strict=True)
         sent = sum(self.mover.kv_ep_to_tp(source, target, pages, heads) for source, target in layers)
-        self._synchronize()
+        self.mover.finish()
         return sent
 
     # ---- TP -> EP ---------------------------------------------------------------------------------------------------
@@ -223,7 +218,7 @@ class Switcher:
         heads = kv_head_ranges(self.pair.shape.num_kv_heads, self.world_size)
         layers = zip(reversed(self.pair.tp.kv), reversed(self.pair.ep.kv), strict=True)
         sent = sum(self.mover.kv_tp_to_ep(tp, ep, pages, heads) for tp, ep in layers)
-        self._synchronize()
+        self.mover.finish()
         return sent
 
     # ---- both -------------------------------------------------------------------------------------------------------
@@ -283,7 +278,7 @@ class Switcher:
                 sent += self.mover.experts_ep_to_tp(ep.w13_weight, ep.w2_weight, tp.w13_weight, tp.w2_weight)
             else:
                 sent += self.mover.experts_tp_to_ep(tp.w13_weight, tp.w2_weight, ep.w13_weight, ep.w2_weight)
-        self._synchronize()  # so that the time of the move is not counted elsewhere
+        self.mover.finish()  # so that the time of the move is not counted elsewhere
         self.experts_in = to
         return sent
 

@@ -78,6 +78,16 @@ class CancelledSwitch:
 
 
 @dataclass(slots=True)
+class PolicyDecision:
+    """A decision of the policy: where it wanted to go (None: stay), why, what came of it, and the numbers it had."""
+
+    target: str | None  # "TP" | "EP" | None
+    reason: str
+    outcome: str  # "switched" | "cancelled" | ""
+    inputs: dict[str, float | int | str]
+
+
+@dataclass(slots=True)
 class StepStats:
     """What one rank measured in one step."""
 
@@ -91,6 +101,7 @@ class StepStats:
     iterations: list[Iteration] = field(default_factory=list)
     switches: list[SwitchRecord] = field(default_factory=list)
     cancelled: list[CancelledSwitch] = field(default_factory=list)
+    decisions: list[PolicyDecision] = field(default_factory=list)  # the same on all ranks
     admitted: int = 0  # requests this rank was given
 
 

@@ -50,6 +50,14 @@ class Mover(Protocol):
         """
         ...
 
+    def finish(self) -> None:
+        """Block until all bytes of the calls so far, sent and received, are in place."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the mover holds; a collective, before the memory it moves is freed."""
+        ...
+
 
 class CollectiveMover:
     """`Mover` by `all_to_all_single` over staging memory that grows to the largest call and is then kept.
@@ -156,6 +164,15 @@ class CollectiveMover:
             if ids.numel():
                 dst_kv[:, start:stop].index_copy_(0, ids, block.view(ids.numel(), stop - start, *page_shape))
         return (sum(send_sizes) - send_sizes[self._rank]) * src_kv.element_size()
+
+    def finish(self) -> None:
+        """See `Mover.finish`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """See `Mover.close`: staging memory goes with this object."""
+        self._staging.clear()
 
     def _cuts(self, ep_w13: torch.Tensor, ep_w2: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """EP tensors with views of them whose first axis is the TP rank and whose rest is that rank's block."""

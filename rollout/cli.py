@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from moebius.rollout import cost_cli, job_cli
 from moebius.rollout.bench.cli import app as bench
 from moebius.rollout.errors import BadInput, MoebiusError
 
@@ -72,10 +73,16 @@ def demo(
 @app.command()
 def rollout(
     config: Annotated[Path, typer.Option(help="YAML file with the settings of the group; see configs/.")],
-    prompts: Annotated[Path, typer.Option(help="Questions: .jsonl or .parquet with DeepMath's or verl's columns.")],
-    out: Annotated[Path, typer.Option(help="Folder for rollouts.jsonl, step reports and report.html.")],
-    n: Annotated[int, typer.Option("--n", min=1, help="Samples per prompt.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps; each draws new samples of the same prompts.")] = 1,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Questions: .jsonl or .parquet with DeepMath's or verl's columns. None: a job.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for rollouts.jsonl, step reports and report.html; a job's: job.out.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Samples per prompt [default: 1].")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps; each draws new samples of the same prompts [default: 1].")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting, e.g. engine.policy.threshold=32; repeatable.")
@@ -89,8 +96,41 @@ def rollout(
     profile: Annotated[
         bool, typer.Option("--profile", help="Write a Chrome trace of each rank around the switch to OUT/profile.")
     ] = False,
+    scorer: Annotated[
+        str | None, typer.Option(help="Reward samples: math (math-verify), or module:function of (text, answer).")
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Run as a job of a Ray cluster and show its log.")] = False,
+    address: Annotated[str | None, typer.Option(help="--submit: the cluster's dashboard, http://HOST:8265.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="--submit: do not wait for the job.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Job: remove the results of an earlier one first.")] = False,
 ) -> None:
-    """Generate samples of prompts and report where the time went."""
+    """Generate samples of prompts and report where the time went.
+
+    With --submit, or without --prompts, it is a job (the config's job: section): it goes on where it was broken off,
+    and writes a Parquet shard per step.
+    """
+    if submit or prompts is None:
+        from moebius.rollout import job_cli
+
+        if capture_lengths is not None:
+            raise BadInput("--capture-lengths: of a job, take the lengths afterwards with `moebius capture RUN OUT`")
+        if profile:
+            raise BadInput("--profile: of a job, set engine.profile.folder=FOLDER")
+        named = {
+            "n": n, "steps": steps, "scorer": scorer, "data.limit": limit,
+            "out": None if out is None else str(out),
+            "data.source": None if prompts is None else str(prompts.absolute()),
+            "replay_lengths": None if replay_lengths is None else str(replay_lengths.absolute()),
+        }  # fmt: skip
+        if submit:
+            job_cli.submit(named, config, overrides or [], address=address, wait=not detach, fresh=fresh)
+        else:
+            job_cli.run(named, config, overrides or [], fresh=fresh)
+        return
+    if out is None:
+        raise BadInput("--out: give a folder for the results")
+    n, steps = n or 1, steps or 1
+
     from moebius.rollout.config import load_config
     from moebius.rollout.datasets import load_questions
     from moebius.rollout.types import LengthTrace
@@ -107,13 +147,14 @@ def rollout(
     from moebius.rollout.group import RolloutGroup
     from moebius.rollout.output import RunFolder, StepProgress, step_line
     from moebius.rollout.report_startup import startup_line
+    from moebius.rollout.scoring import rewards_of, started
 
     console = Console()
     run = RunFolder(out)
     for old in traces.glob("step_*_rank_*.json.gz"):
         old.unlink()
     console.print(f"starting {settings.ranks} ranks with {settings.engine.model} ...", highlight=False, soft_wrap=True)
-    with RolloutGroup(settings) as group:
+    with started(scorer) as pool, RolloutGroup(settings) as group:
         if group.startup:
             console.print(startup_line(group.startup), highlight=False, soft_wrap=True)
         for step in range(steps):
@@ -125,8 +166,9 @@ def rollout(
                     on_progress=progress.update,
                     lengths=lengths,
                 )
-            done = run.add(group.last_report, rollouts, [question.answer for question in questions])
-            console.print(step_line(done), highlight=False, soft_wrap=True)
+            rewards, told = rewards_of(pool, rollouts, questions)
+            done = run.add(group.last_report, rollouts, [question.answer for question in questions], rewards)
+            console.print(step_line(done, told), highlight=False, soft_wrap=True)
             if capture_lengths is not None:
                 LengthTrace.from_report(done).save(capture_lengths)
     console.print(f"report: {run.path / 'report.html'}", highlight=False, soft_wrap=True)
@@ -136,12 +178,26 @@ def rollout(
 
 @app.command()
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with step_NNNN.json files.")],
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders with step_NNNN.json files; several are compared.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Several: folder for comparison.html, .csv and .png [default: here].")
+    ] = None,
+    threshold: Annotated[
+        int | None,
+        typer.Option(min=1, help="Several: split static runs at so many live samples [default: as switched]."),
+    ] = None,
 ) -> None:
-    """Make report.html from the step reports in a folder."""
+    """Make report.html from the step reports in a folder, or compare the runs in several folders step by step."""
+    if len(directories) > 1:
+        from moebius.rollout.compare_files import compare_runs
+
+        compare_runs(directories, out or Path(), threshold)
+        return
     from moebius.rollout.report_html import write_html
 
-    typer.echo(write_html(directory))
+    typer.echo(write_html(directories[0]))
 
 
 @app.command()
@@ -160,6 +216,8 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+cost_cli.register(app)
+job_cli.register(app)
 
 
 if __name__ == "__main__":

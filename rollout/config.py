@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moebius.engine.config import EngineConfig
 from moebius.rollout.errors import BadInput, validate
+from moebius.rollout.job_config import JobSettings
 from moebius.rollout.types import Sampling
 
 
@@ -29,6 +30,7 @@ class RolloutConfig(BaseModel):
         None, description="Ray cluster to join; None: RAY_ADDRESS if set, else a local one."
     )
     cpus_per_rank: float = Field(1, gt=0, description="CPUs that Ray sets aside per rank.")
+    job: JobSettings | None = Field(None, description="Steps of `python -m moebius.rollout.job`; see docs/deepmath.md.")
 
     @model_validator(mode="after")
     def _room_for_a_prompt(self) -> RolloutConfig:

@@ -42,7 +42,7 @@ def load_questions(path: str | Path, limit: int | None = None) -> list[Question]
     rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
     questions = []
     for where, row in rows:
-        questions.append(_question(where, row))
+        questions.append(question_of(where, row))
         if len(questions) == limit:
             break
     if not questions:
@@ -94,7 +94,8 @@ def _columns(where: str, present: Any) -> tuple[str, str]:
     )
 
 
-def _question(where: str, row: dict[str, Any]) -> Question:
+def question_of(where: str, row: dict[str, Any]) -> Question:
+    """The question in a row with DeepMath's or verl's columns. Raises BadInput that begins with `where`."""
     meta = {name: row[name] for name in META if row.get(name) is not None}
     if _columns(where, row) == DEEPMATH:
         prompt = row["question"]

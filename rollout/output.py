@@ -79,10 +79,17 @@ class RunFolder:
         for old in [self.rollouts, self.path / "report.html", *self.path.glob("step_*.json")]:
             old.unlink(missing_ok=True)
 
-    def add(self, report: StepReport | None, rollouts: Sequence[Rollout], answers: Sequence[str]) -> StepReport:
+    def add(
+        self,
+        report: StepReport | None,
+        rollouts: Sequence[Rollout],
+        answers: Sequence[str],
+        rewards: Sequence[Sequence[float | None]] | None = None,
+    ) -> StepReport:
         """Write the step's report, append its rollouts as JSON lines, and bring report.html up to date.
 
-        `answers[i]` belongs to prompt i. Returns the report; raises MoebiusError for None, a step without prompts.
+        `answers[i]` belongs to prompt i, `rewards[i]` to its samples. Returns the report; raises
+        MoebiusError for None, a step without prompts.
         """
         from moebius.rollout.report_html import write_html
 
@@ -92,6 +99,8 @@ class RunFolder:
         with self.rollouts.open("a", encoding="utf-8") as lines:
             for rollout in rollouts:
                 row = {"step": report.step, "answer": answers[rollout.prompt_index], **asdict(rollout)}
+                if rewards is not None:
+                    row["rewards"] = rewards[rollout.prompt_index]
                 lines.write(json.dumps(row, ensure_ascii=False) + "\n")
         write_html(self.path)
         return report

@@ -15,6 +15,7 @@ from moebius.rollout.report_startup import RankStart
 from moebius.rollout.report_types import (
     CancelledEntry,
     Counts,
+    DecisionEntry,
     Durations,
     FinishReason,
     Phases,
@@ -76,6 +77,10 @@ def build_report(
         switches=_switches(stats),
         cancelled=[
             CancelledEntry(iteration=c.iteration, t=c.t, live=c.live, reason=c.reason) for c in stats[0].cancelled
+        ],
+        decisions=[
+            DecisionEntry(target=d.target, reason=d.reason, outcome=d.outcome, inputs=d.inputs)
+            for d in stats[0].decisions
         ],
         tokens_per_s=output_tokens / durations.total if durations.total > 0 else 0.0,
         iteration_ms=percentiles(iterations),

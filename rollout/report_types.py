@@ -107,6 +107,15 @@ class CancelledEntry(_Part):
     reason: str = Field(description="Why it was refused.")
 
 
+class DecisionEntry(_Part):
+    """A change of mind of the switch policy, or a wish to switch; the same on all ranks."""
+
+    target: str | None = Field(description="Layout it wanted: TP or EP; null to stay.")
+    reason: str = Field(description="Why.")
+    outcome: str = Field(description="switched, cancelled, or empty when nothing was to be done.")
+    inputs: dict[str, float | int | str] = Field(description="The numbers it rests on.")
+
+
 class Percentiles(_Part):
     """Percentiles of iteration durations in ms, over every iteration of a layout."""
 
@@ -133,6 +142,7 @@ class StepReport(_Part):
     durations_s: Durations = Field(description="Seconds by part.")
     switches: list[SwitchEntry] = Field(description="Switches with live requests.")
     cancelled: list[CancelledEntry] = Field(description="Switches that were refused.")
+    decisions: list[DecisionEntry] = Field(default=[], description="What the switch policy decided and why.")
     tokens_per_s: float = Field(ge=0, description="counts.output_tokens / durations_s.total; 0 for an empty step.")
     iteration_ms: dict[Layout, Percentiles] = Field(description="Iteration durations by layout used.")
     update_weights_s: float | None = Field(

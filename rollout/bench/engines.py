@@ -64,7 +64,7 @@ class EngineSpec:
 
     @property
     def layouts(self) -> tuple[rank.Layout, ...]:
-        """Layouts it decodes in; for stock kinds, how requests are spread: "EP" is a share each, "TP" all everywhere."""
+        """Layouts it decodes in; of stock kinds, how requests are spread: EP is a share each, TP all everywhere."""
         if self.kind == "moebius":
             return ("EP", "TP")
         return ("EP",) if self.kind in ("stock_ep", "stock_dp_tp") else ("TP",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from tests.engine import work
 from tests.engine.fleet import Fleet
@@ -43,6 +44,32 @@ def test_refused_request_comes_back_with_the_reason(fleet: Fleet, switches: list
     assert results[bad.key].finish_reason == "error" and "temperature" in str(results[bad.key].stop_reason)
     assert len(results[good.key].token_ids) == 30 and len(results[fine.key].token_ids) == 4
     assert not outcomes[1].results
+
+
+INTERACTIVE = PolicyConfig(kind="interactive", threshold=6, threshold_low=5, window=2, cooldown_s=0.0)
+
+
+def test_interactive_policy_follows_the_load(fleet: Fleet, reference: dict) -> None:
+    """Few requests: TP. A burst: EP. Its tail: TP again, and the next step begins there."""
+    fleet.call(work.run, work.EP, per_rank=[([],), ([],)])  # begins in EP, whatever ran before
+    waves = [[(0, REQUESTS[0:2]), (9, REQUESTS[2:14])], [(0, REQUESTS[14:16]), (9, REQUESTS[16:24])]]
+    outcomes = fleet.call(work.run_open, per_rank=[(INTERACTIVE, waves[rank], []) for rank in range(2)])
+    work.assert_same(work.collect(outcomes), reference)
+    for outcome in outcomes:
+        assert [s.to for s in outcome.stats.switches][:3] == ["TP", "EP", "TP"]
+    decisions = outcomes[0].stats.decisions
+    assert [d.target for d in decisions if d.outcome == "switched"][:3] == ["TP", "EP", "TP"]
+    assert all({"live", "t_h", "t_l"} <= d.inputs.keys() for d in decisions if d.target)
+    assert [d.inputs for d in decisions] == [d.inputs for d in outcomes[1].stats.decisions], (
+        "ranks saw different numbers"
+    )
+
+    few = REQUESTS[:3]
+    outcomes = fleet.call(work.run, INTERACTIVE, per_rank=work.split(few, 2))
+    work.assert_same(work.collect(outcomes), {r.key: reference[r.key] for r in few})
+    assert not outcomes[0].stats.switches and {i.layout for i in outcomes[0].stats.iterations} == {"TP"}
+    outcomes = fleet.call(work.run, work.EP, per_rank=work.split(REQUESTS, 2))
+    work.assert_same(work.collect(outcomes), reference)
 
 
 def submit_without_a_step(engine: object) -> None:

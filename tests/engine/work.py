@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 from moebius.engine.config import EngineConfig, PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
@@ -44,17 +44,21 @@ class Alternating:
     """A policy that switches to the other layout at each of these iterations, as long as something is live."""
 
     config = PolicyConfig(kind="scheduled")
+    keeps_layout = False
+    log: ClassVar[list[Any]] = []
 
     def __init__(self, iterations: list[int]) -> None:
         self.iterations = sorted(iterations)
 
-    def begin_step(self) -> None:
+    def begin_step(self, start: Any) -> None:
         self._left = list(self.iterations)
 
-    def wants_tp(self, iteration: int, live: int) -> bool:
-        return live > 0 and bool(self._left) and iteration >= self._left[0]
+    def decide(self, seen: Any) -> Any:
+        from moebius.engine.layout import Layout
+        from moebius.engine.policy import Decision
 
-    wants_ep = wants_tp
+        other = Layout.TP if seen.layout is Layout.EP else Layout.EP
+        return Decision(other if self._left and seen.iteration >= self._left[0] else None, "scripted")
 
     def switched(self) -> None:
         self._left.pop(0)
@@ -73,9 +77,15 @@ def run_alternating(engine: Any, iterations: list[int], requests: list[SampleReq
 
 
 def run_open(
-    engine: Any, switches: list[int], waves: list[tuple[int, list[SampleRequest]]], late: list[SampleRequest]
+    engine: Any,
+    switches: list[int] | PolicyConfig,
+    waves: list[tuple[int, list[SampleRequest]]],
+    late: list[SampleRequest],
 ) -> StepOutcome:
-    """An open step: each wave is submitted after so many iterations, `late` when everything else has long ended."""
+    """An open step: each wave is submitted after so many iterations, `late` when everything else has long ended.
+
+    `switches` are iterations to switch at, or a policy.
+    """
     iteration = 0
     results: list[Any] = []
     waves = sorted(waves, key=lambda wave: wave[0])
@@ -93,7 +103,11 @@ def run_open(
         engine.inbox.submit(late)
         engine.inbox.close()
 
-    kept, engine.policy = engine.policy, Alternating(switches)
+    kept = engine.policy
+    if isinstance(switches, PolicyConfig):
+        engine.policy.config = switches
+    else:
+        engine.policy = Alternating(switches)
     engine.inbox.open()
     engine.inbox.submit(waves.pop(0)[1])
     timer = threading.Timer(4.0, end)

@@ -27,8 +27,8 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def gpu_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+@pytest.fixture(scope="module", params=["collective", "direct"])
+def gpu_fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     model: Path = tmp_path_factory.mktemp("gpu") / "model"
     make_tiny_model(model)
     settings = work.config(
@@ -36,6 +36,7 @@ def gpu_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         attention_backend="TRITON_ATTN",
         enable_prefix_caching=True,
         custom_all_reduce=not sharing_gpus(2),
+        mover=request.param,
     )
     fleet = Fleet(2, work.make_engine, settings, timeout_s=500)
     yield fleet
@@ -64,3 +65,9 @@ def test_expert_bytes_survive_the_round_trip(gpu_fleet: Fleet) -> None:
     gpu_fleet.call(work.run, work.EP, per_rank=[([],), ([],)])
     for before, after in gpu_fleet.call(work.round_trip_hashes):
         assert before == after
+
+
+def test_there_and_back(gpu_fleet: Fleet, reference: dict) -> None:
+    outcomes = gpu_fleet.call(work.run_alternating, [5, 12, 20], per_rank=work.split(REQUESTS, 2, "skew"))
+    work.assert_same(work.collect(outcomes), reference)
+    assert [s.to for s in outcomes[0].stats.switches] == ["TP", "EP", "TP"]

@@ -103,10 +103,13 @@ class Slots:
         return flat.view(pages, heads, *s.page)
 
 
-def random_bits(size: int, *seed: int) -> torch.Tensor:
-    """int16 of any value, the same for the same seeds everywhere."""
-    generator = torch.Generator().manual_seed(sum(n * 1_000_003**i for i, n in enumerate(seed)) % (1 << 62))
-    return torch.randint(-(1 << 15), 1 << 15, (size,), generator=generator, dtype=torch.int16)
+def random_bits(like: torch.Tensor, *seed: int) -> torch.Tensor:
+    """int16 of any value in the shape of `like`, the same for the same seeds on every device."""
+    x = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
+    x += sum((n + 1) * 1_000_003**i for i, n in enumerate(seed)) % (1 << 40) << 22
+    for factor in (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D):  # multipliers of Knuth and of xorshift64*
+        x = (x ^ (x >> 29)) * factor
+    return (x >> 44).to(torch.int16).view(like.shape)
 
 
 def poison(storage: torch.Tensor) -> torch.Tensor:
@@ -120,10 +123,10 @@ def fill(slots: Slots, layout: str, rank: int, round_: int) -> None:
     s = slots.shape
     for layer in range(s.layers):
         for part, tensor in enumerate(slots.experts(layout, layer)):
-            tensor.copy_(random_bits(tensor.numel(), round_, layer, rank, part).view(tensor.shape))
+            tensor.copy_(random_bits(tensor, round_, layer, rank, part))
         kv = slots.kv(layout, layer)
         content = rank if layout == "EP" else 50 + kv_head_ranges(s.kv_heads, s.ranks)[rank][0]
-        kv.copy_(random_bits(kv.numel(), round_, layer, content, 9).view(kv.shape))
+        kv.copy_(random_bits(kv, round_, layer, content, 9))
 
 
 def page_table(shape: Shape, seed: int, fresh: bool = False) -> PageTable:
@@ -150,10 +153,18 @@ def page_pairs(table: PageTable, to_tp: bool, device: str = "cpu") -> list[tuple
     return [(a.to(device), b.to(device)) if to_tp else (b.to(device), a.to(device)) for a, b in pairs]
 
 
-def reference(shape: Shape, to_tp: bool, round_: int, table: PageTable | None, tokens_first: bool = False) -> Tensors:
+def reference(
+    shape: Shape,
+    to_tp: bool,
+    round_: int,
+    table: PageTable | None,
+    tokens_first: bool = False,
+    device: str = "cpu",
+) -> Tensors:
     """All ranks' buffers after a whole move, by the plans: source slots that no target took over are kept."""
     source, target = ("EP", "TP") if to_tp else ("TP", "EP")
-    before = [Slots(shape, torch.empty(shape.numel, dtype=torch.int16), tokens_first) for _ in range(shape.ranks)]
+    empty = torch.empty(shape.numel, dtype=torch.int16, device=device)
+    before = [Slots(shape, empty.clone(), tokens_first) for _ in range(shape.ranks)]
     for rank, slots in enumerate(before):
         fill(slots, source, rank, round_)
     after = [Slots(shape, slots.storage.clone(), tokens_first) for slots in before]

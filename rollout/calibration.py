@@ -1,0 +1,64 @@
+"""Calibration from outside the ranks: on the engines of a benchmark, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moebius.engine.calibrate import Grid, calibrate
+from moebius.engine.costs import CostModel
+from moebius.engine.layout import Layout
+from moebius.rollout.bench.engines import Engines
+
+
+def calibrate_fleet(engines: Engines, grid: Grid) -> tuple[CostModel, list[str]]:
+    """Costs of the engine `moebius` of a running fleet. Raises BadInput when it does not run there."""
+    answers: list[tuple[CostModel, list[str]]] = engines.fleet("moebius").call(calibrate_rank, grid)
+    return answers[0]
+
+
+def calibrate_rank(subject: Any, grid: Grid) -> tuple[CostModel, list[str]]:
+    """Called in every rank: `subject.engine` is a MoebiusEngine."""
+    return calibrate(subject.engine, grid)
+
+
+def draw_costs(costs: CostModel, path: Path) -> None:
+    """A PNG with iterations by batch (a line per layout and context) and switches by KV tokens.
+
+    Raises BadInput without matplotlib.
+    """
+    from moebius.rollout.errors import BadInput
+
+    try:
+        import matplotlib
+    except ImportError:
+        raise BadInput(f"{path.name} was not drawn: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), dpi=120)
+    contexts = sorted({round(point.context, -2) for point in costs.points})
+    for layout, style in ((Layout.EP, "-"), (Layout.TP, "--")):
+        for i, context in enumerate(contexts):
+            rows = sorted(
+                (p.batch, p.ms) for p in costs.points if p.layout is layout and round(p.context, -2) == context
+            )
+            if rows:
+                label = f"{layout.value}, context about {context:.0f}"
+                left.plot(*zip(*rows, strict=True), style, marker="o", markersize=3, color=f"C{i}", label=label)
+    left.set(xscale="log", xlabel="global batch", ylabel="ms per iteration", title="Decode iteration")
+    left.legend(fontsize=7)
+    for to in (Layout.TP, Layout.EP):
+        found = [(p.kv_tokens, p.ms) for p in costs.switches if p.to is to]
+        if found:
+            right.plot(*zip(*sorted(found), strict=True), "o", label=f"to {to.value}")
+            right.legend(fontsize=7)
+    right.set(xlabel="KV tokens of live samples", ylabel="ms", title="Switch")
+    for axes in (left, right):
+        axes.grid(True, alpha=0.3)
+    names = ", ".join(f"{name} {value}" for name, value in costs.key.items())
+    figure.text(0.01, 0.01, names or costs.source, fontsize=6)
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)

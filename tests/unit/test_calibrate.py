@@ -1,0 +1,170 @@
+"""What calibration takes from a step, what fits, the cache, and hindsight on a report; engines in tests/engine."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moebius.engine.calibrate import Grid, Measured, Room, cache_path, measured, slowest_of
+from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
+from moebius.engine.layout import Layout
+from moebius.engine.types import Iteration, SampleKey, SampleResult, StepOutcome, StepStats, SwitchRecord
+from moebius.rollout.calibration import draw_costs
+from moebius.rollout.cli import app
+from moebius.rollout.errors import BadInput
+from moebius.rollout.hindsight import check, counterfactual
+from moebius.rollout.report import StepReport, build_report
+
+EP, TP = Layout.EP, Layout.TP
+
+
+def switch_record(to: str, iteration: int, ms: float) -> SwitchRecord:
+    return SwitchRecord(to, iteration, 0.0, 4, [2, 2], 100, {}, ms, 0, 0, 0.0, 0.0)
+
+
+def step_of(*parts: tuple[str, int, int, float]) -> StepStats:
+    """Iterations from (layout, how many, tokens each, ms)."""
+    stats = StepStats(0, 1)
+    for layout, count, tokens, ms in parts:
+        stats.iterations += [Iteration(0.0, layout, 4, tokens, ms) for _ in range(count)]
+    return stats
+
+
+def test_medians_of_whole_batches_only() -> None:
+    # Prefill, decode of EP (five settle), the switch's slow neighbour, TP, and EP again after the way back.
+    stats = step_of(
+        ("EP", 2, 1, 99.0), ("EP", 6, 4, 50.0), ("EP", 5, 4, 8.0), ("TP", 7, 4, 70.0), ("TP", 4, 4, 6.0),
+        ("EP", 9, 4, 1.0),
+    )  # fmt: skip
+    stats.switches = [switch_record("TP", 13, 30.0), switch_record("EP", 24, 40.0)]
+    found = measured(stats, batch=4, context=100, iterations=3)
+    assert (found.ep_ms, found.tp_ms) == (8.0, 6.0)
+    # Whole batches begin with the third iteration; EP's last three are its 9th to 11th, TP's the 16th to 18th ...
+    assert found.ep_context == pytest.approx(100 + 10) and found.tp_context == pytest.approx(100 + 21)
+    assert [(p.to, p.live, p.kv_tokens, p.ms) for p in found.switches] == [(TP, 4, 100, 30.0), (EP, 4, 100, 40.0)]
+
+
+def test_a_step_without_a_switch_has_no_tp() -> None:
+    found = measured(step_of(("EP", 20, 4, 8.0)), batch=4, context=10, iterations=5)
+    assert found.tp_ms is None and found.switches == () and found.ep_ms == 8.0
+
+
+def test_the_slowest_rank_counts() -> None:
+    def one(ep: float, tp: float | None, switch: float) -> Measured:
+        return Measured(ep, tp, 10, 20, (SwitchPoint(to=TP, live=4, kv_tokens=9, ms=switch),))
+
+    found = slowest_of([one(1, 5, 7), one(3, 4, 6)])
+    assert (found.ep_ms, found.tp_ms, found.switches[0].ms) == (3, 5, 7)
+    assert slowest_of([one(1, 5, 7), one(1, None, 7)]).tp_ms is None
+
+
+ROOM = Room(2, {EP: 100, TP: 150}, 16, 64, 128, 512, 1000)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "words"),
+    [
+        (65, 10, "engine.max_num_seqs is 64"),
+        (4, 513, "engine.max_model_len is 512"),
+        (64, 40, "192 KV pages in TP"),
+        (60, 64, "150 KV pages in EP"),
+        (4, 500, None),
+    ],
+)
+def test_what_fits(batch: int, tokens: int, words: str | None) -> None:
+    room = ROOM if batch != 60 else Room(2, {EP: 100, TP: 1000}, 16, 64, 128, 512, 1000)
+    found = room.refusal(batch, tokens)
+    assert found is None if words is None else words in str(found)
+
+
+def test_prefills_by_hand() -> None:
+    # Two requests a rank of 250 tokens; 126 of 128 tokens per iteration are free beside them: four, and one to be sure.
+    assert ROOM.prefills(4, 250) == 5
+
+
+def test_the_cache_depends_on_every_part_of_the_key(tmp_path: Path) -> None:
+    key: dict[str, str | int] = {"gpu": "x", "ranks": 2}
+    assert cache_path(key, tmp_path) == cache_path({"ranks": 2, "gpu": "x"}, tmp_path)
+    assert cache_path(key, tmp_path) != cache_path(key | {"ranks": 4}, tmp_path)
+    assert cache_path(key, tmp_path).parent == tmp_path
+
+
+def test_grids_have_both_ends() -> None:
+    assert Grid().batches[0] == 1 and len(Grid().contexts) >= 2
+
+
+COSTS = CostModel(
+    ranks=2,
+    points=[CostPoint(layout=layout, batch=b, context=0, ms=ms) for layout, ms in ((EP, 10), (TP, 5)) for b in (1, 8)],
+    switches=[SwitchPoint(to=TP, live=4, kv_tokens=100, ms=20), SwitchPoint(to=EP, live=4, kv_tokens=100, ms=25)],
+)  # fmt: skip
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    draw_costs(COSTS, tmp_path / "deep" / "costs.png")
+    assert (tmp_path / "deep" / "costs.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def report_of(ep_ms: float, tp_ms: float) -> StepReport:
+    """Two ranks with two samples each: ten iterations of EP, a switch of 20 ms, twenty of TP."""
+    outcomes = []
+    for rank in range(2):
+        stats = StepStats(rank, 2, total_s=(10 * ep_ms + 20 * tp_ms + 20) / 1e3)
+        stats.burst_s, stats.tail_s, stats.switch_s = ep_ms / 100, tp_ms / 50, 0.02
+        live, t = 4, 0.0
+        for i in range(30):
+            layout, ms = ("EP", ep_ms) if i < 10 else ("TP", tp_ms)
+            t += ms / 1e3
+            tokens, live = live, (4 if i < 9 else 2 if i < 29 else 0)
+            stats.iterations.append(Iteration(t, layout, live, tokens, ms))
+        results = [
+            SampleResult(SampleKey(rank, s), [1] * (10 if s else 30), None, None, "length", None, 0, rank)
+            for s in range(2)
+        ]
+        outcomes.append(StepOutcome(results, stats))
+    return build_report(
+        outcomes, step=0, policy_version=0, model="m", device="cpu", prompt_tokens=[5, 5], versions={},
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+    )  # fmt: skip
+
+
+def test_hindsight_by_hand() -> None:
+    found = counterfactual(report_of(10, 5), COSTS)
+    assert (found.static_ep_s, found.static_tp_s) == pytest.approx((0.3, 0.15))
+    assert found.best_single_s == pytest.approx(0.15)
+    assert found.measured_s == pytest.approx(0.22)
+    assert found.gain == pytest.approx(0.15 / 0.22)
+
+
+def test_check_meets_a_step_that_went_as_calibrated() -> None:
+    found = check(report_of(10, 5), COSTS)
+    assert found.error_pct == pytest.approx(0, abs=1e-6) and found.iterations == 30
+
+
+def test_check_sees_a_step_that_went_otherwise() -> None:
+    found = check(report_of(10, 10), COSTS)
+    assert found.by_layout_pct == pytest.approx({"EP": 0, "TP": -50})
+    assert found.error_pct == pytest.approx(100 * (0.2 / 0.3 - 1))
+
+
+def test_simulate_states_the_error_for_reports(tmp_path: Path) -> None:
+    COSTS.save(tmp_path / "costs.json")
+    report_of(10, 10).write(tmp_path / "reports")
+    arguments = ["simulate", "--costs", str(tmp_path / "costs.json"), "--requests", "8", "--steps", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--reports", str(tmp_path / "reports"), "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "policy_sim.json").read_text())["results"]
+    assert numbers["sim_error_pct"] == pytest.approx(100 / 3)
+    assert numbers["error_step_0000_pct"] == pytest.approx(-100 / 3)
+    result = CliRunner().invoke(app, [*arguments, "--reports", str(tmp_path / "nothing")])
+    assert result.exit_code == 2 and "no step_NNNN.json" in result.output
+
+
+def test_costs_of_other_machines_are_refused() -> None:
+    other = COSTS.model_copy(update={"ranks": 4})
+    with pytest.raises(BadInput, match="calibrate there"):
+        check(report_of(10, 5), other)
