@@ -12,14 +12,12 @@ import argparse
 import json
 import logging
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from moebius.rollout.config import RolloutConfig, load_config
@@ -30,6 +28,7 @@ from moebius.rollout.lengths import step_lengths
 from moebius.rollout.output import step_line
 from moebius.rollout.scoring import ScorerPool, Scores, ToScore, started, to_score
 from moebius.rollout.shards import JobFolder, shard_rows, write_shard
+from moebius.rollout.stop import Stopped, StopSignal
 
 if TYPE_CHECKING:
     from moebius.rollout.deepmath import StepPrompt
@@ -41,56 +40,6 @@ _log = logging.getLogger("moebius.rollout.job")
 _FREE = ("startup_timeout_s", "step_timeout_s", "ray_address", "cpus_per_rank")
 _FREE_JOB = ("out", "steps", "score_workers", "score_timeout_s", "restarts", "progress_s", "tiny_model")
 _RAY_COPY = "/runtime_resources/working_dir_files/"  # where Ray unpacks a job's working directory
-
-
-class Stopped(BaseException):
-    """The job was told to stop. Not an Exception: nothing on the way may take it for a failure of its own."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.signum = signum
-
-
-class StopSignal:
-    """SIGTERM and SIGINT as something to ask for between pieces of work; the second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self._listening = False
-        self._at_once = False
-
-    def listen(self) -> None:
-        """Take the signals over."""
-        self._listening = True
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._received)
-
-    def listen_again(self) -> None:
-        """After something that installs handlers of its own, as Ray does."""
-        if self._listening and self.signum is None:
-            self.listen()
-
-    def check(self) -> None:
-        """Raise Stopped if a signal has come."""
-        if self.signum is not None:
-            raise Stopped(self.signum)
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Within: raise Stopped wherever the main thread is. For waits that have no place to ask in."""
-        self.check()
-        self._at_once = True
-        try:
-            yield
-        finally:
-            self._at_once = False
-
-    def _received(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
-        signal.signal(signum, signal.SIG_DFL)
-        if self._at_once:
-            self._at_once = False
-            raise Stopped(signum)
 
 
 class ProgressLog:

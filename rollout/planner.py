@@ -64,6 +64,7 @@ class Plan:
     leads: dict[int, float]  # batch -> EP's time over TP's; above 1 TP is faster
     switch_drained_ms: float
     switch_at_crossover_ms: float
+    reshard_bytes: float  # experts that a rank sends in a switch
     rows: list[dict[str, float]] = field(default_factory=list)  # one per simulated step
     notes: list[str] = field(default_factory=list)
 
@@ -78,6 +79,9 @@ class Plan:
         worse = [max(row["static_ep"], row["static_tp"]) / row["predictive"] for row in self.rows]
         numbers = {
             "crossover_batch": float(self.crossover),
+            "expected_gain": mean,
+            "reshard_gb": self.reshard_bytes / 1e9,
+            "switch_ms": self.switch_drained_ms,
             "switch_drained_ms": self.switch_drained_ms,
             "switch_at_crossover_ms": self.switch_at_crossover_ms,
             "gain_low": low,
@@ -197,6 +201,7 @@ def make_plan(
         },
         switch_drained_ms=float(costs.switch_ms(Layout.TP, 0, 0)),
         switch_at_crossover_ms=float(costs.switch_ms(Layout.TP, crossover, crossover * context)),
+        reshard_bytes=expert_bytes_sent(model, ranks),
         rows=rows,
         notes=_notes(model, gpu, ranks, memory, costs, traces, factors),
     )

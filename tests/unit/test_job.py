@@ -366,7 +366,7 @@ sys.exit(job.main(sys.argv[1:]))
 
     done = run("--steps", "2", "--out", str(tmp_path / "a=b"), "--scorer", "tests.unit.test_job:prompt_number")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 1: 8 prompts" in done.stdout and "reward 1.500" in done.stdout
+    assert "step 1: 4 prompts, 8 samples" in done.stdout and "reward 1.500" in done.stdout
     assert finished_steps(tmp_path / "a=b") == [0, 1]
     wrong = run("--set", "job.stpes=2")
     assert wrong.returncode == 2 and "did you mean 'steps'" in wrong.stderr and "Traceback" not in wrong.stderr
