@@ -38,8 +38,10 @@ class RequestFront:
         self.results: list[SampleResult] = []
         self.finished = 0  # results so far, also those that were taken
         self._front = front
-        self._keys: dict[str, SampleKey] = {}  # internal request id -> key, unfinished ones
-        self._asked: dict[SampleKey, SampleRequest] = {}
+        # Unfinished ones, by internal request id: a key may be there twice, once asked for here and once from a peer.
+        self._keys: dict[str, SampleKey] = {}
+        self._asked: dict[str, SampleRequest] = {}
+        self._taken: set[SampleKey] = set()  # keys of prepared and of unfinished ones
 
     @property
     def unfinished(self) -> int:
@@ -48,7 +50,7 @@ class RequestFront:
 
     def prepare(self, request: SampleRequest) -> EngineCoreRequest:
         """Check a request and make it ready for a core. Raises ValueError or TypeError when vLLM refuses it."""
-        if request.key in self._asked:
+        if request.key in self._taken:
             raise ValueError("a sample with this key is unfinished already")
         params = SamplingParams(
             **request.sampling,
@@ -64,13 +66,14 @@ class RequestFront:
             _name(request.key), prompt, params, supported_tasks=tasks
         )
         processor.assign_request_id(prepared)
+        self._taken.add(request.key)
         return prepared
 
     def register(self, request: SampleRequest, prepared: EngineCoreRequest) -> None:
         """Answer for a request that is about to be given to the core."""
         self._front.output_processor.add_request(prepared, None)
         self._keys[prepared.request_id] = request.key
-        self._asked[request.key] = request
+        self._asked[prepared.request_id] = request
 
     def refuse(self, request: SampleRequest, reason: str) -> None:
         """Leave a result that says why there is none."""
@@ -81,6 +84,7 @@ class RequestFront:
         ids = list(self._keys)
         self._keys.clear()
         self._asked.clear()
+        self._taken.clear()
         self._front.output_processor.abort_requests(ids, internal=True)
         return ids
 
@@ -93,11 +97,10 @@ class RequestFront:
         tokens = sum(len(output.new_token_ids) for output in own)
         processed = self._front.output_processor.process_outputs(own, engine_core_timestamp=outputs.timestamp)
         finished = set(processed.reqs_to_abort) | {o.request_id for o in own if o.finish_reason is not None}
-        by_name = {_name(key): key for key in (self._keys[i] for i in finished)}
-        for output in processed.request_outputs:
-            self._add(self._result(by_name[output.request_id], output))
-        for request_id in finished:
-            del self._keys[request_id]
+        # Not told apart by their names, which are made of keys; vLLM keeps the order.
+        ended = [output.request_id for output in own if output.request_id in finished]
+        for request_id, result in zip(ended, processed.request_outputs, strict=True):
+            self._end(request_id, result)
         return tokens, list(processed.reqs_to_abort)
 
     def abort(self, aborts: AbortBox) -> list[str]:
@@ -105,8 +108,7 @@ class RequestFront:
         ids = aborts.among(self._keys)
         for request_id in ids:
             state = self._front.output_processor.request_states[request_id]
-            output = state.make_request_output([], None, FinishReason.ABORT, None)
-            self._add(self._result(self._keys.pop(request_id), output))
+            self._end(request_id, state.make_request_output([], None, FinishReason.ABORT, None))
         if ids:
             self._front.output_processor.abort_requests(ids, internal=True)
         return ids
@@ -118,13 +120,11 @@ class RequestFront:
         processor = self._front.output_processor
         records = []
         for request_id in request_ids:
-            key = self._keys.pop(request_id, None)
-            if key is None:
+            if request_id not in self._keys:
                 continue
             logprobs = processor.request_states[request_id].logprobs_processor
-            records.append(
-                FrontRecord(request_id, self._asked.pop(key), logprobs.logprobs, logprobs.cumulative_logprob)
-            )
+            asked = self._forget(request_id)
+            records.append(FrontRecord(request_id, asked, logprobs.logprobs, logprobs.cumulative_logprob))
         processor.abort_requests([record.request_id for record in records], internal=True)
         return records
 
@@ -148,7 +148,8 @@ class RequestFront:
             processor.add_request(core_request, None)
             self._replay(processor.request_states[request.request_id], record, request)
             self._keys[request.request_id] = key
-            self._asked[key] = record.asked
+            self._asked[request.request_id] = record.asked
+            self._taken.add(key)
 
     def _replay(self, state: RequestState, record: FrontRecord, request: Request) -> None:
         """Bring a new front state to where the old one was."""
@@ -166,26 +167,32 @@ class RequestFront:
         state.logprobs_processor.logprobs = record.logprobs
         state.logprobs_processor.cumulative_logprob = record.cumulative_logprob
 
+    def _end(self, request_id: str, output: Any) -> None:
+        self._add(self._result(self._forget(request_id), output))
+
+    def _forget(self, request_id: str) -> SampleRequest:
+        self._taken.discard(self._keys.pop(request_id))
+        return self._asked.pop(request_id)
+
     def _add(self, result: SampleResult) -> None:
         self.results.append(result)
         self.finished += 1
-        self._asked.pop(result.key, None)
 
     def take_results(self) -> list[SampleResult]:
         """Results since the last call."""
         taken, self.results = self.results, []
         return taken
 
-    def _result(self, key: SampleKey, output: Any) -> SampleResult:
+    def _result(self, asked: SampleRequest, output: Any) -> SampleResult:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         logprobs = tops = None
         if completion.logprobs is not None:
             logprobs = [entry[t].logprob for t, entry in zip(token_ids, completion.logprobs, strict=True)]
-            if self._asked[key].sampling.get("logprobs"):
+            if asked.sampling.get("logprobs"):
                 tops = [{t: lp.logprob for t, lp in entry.items()} for entry in completion.logprobs]
         return SampleResult(
-            key=key,
+            key=asked.key,
             token_ids=token_ids,
             logprobs=logprobs,
             text=completion.text if self._front.tokenizer is not None else None,

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from moebius.engine.types import SampleKey, SampleRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What was in an inbox."""
+
+    requests: list[SampleRequest]
+    is_open: bool  # more may come
+    is_filling: bool  # the burst that the step is for has not come in whole
 
 
 class Inbox:
@@ -14,12 +24,12 @@ class Inbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._requests: list[SampleRequest] = []
-        self._open = False
+        self._open = self._filling = False
 
     def open(self) -> None:
         """Take requests from now on."""
         with self._lock:
-            self._open = True
+            self._open = self._filling = True
 
     def submit(self, requests: Iterable[SampleRequest]) -> None:
         """Hand in requests. Raises RuntimeError when no step takes any."""
@@ -28,16 +38,21 @@ class Inbox:
                 raise RuntimeError("no step is open: open one before submitting requests")
             self._requests.extend(requests)
 
+    def filled(self) -> None:
+        """The burst is in; what may still come follows from it. Few live samples mean its tail from now on."""
+        with self._lock:
+            self._filling = False
+
     def close(self) -> None:
         """No more requests will come; the step ends when all are finished."""
         with self._lock:
-            self._open = False
+            self._open = self._filling = False
 
-    def take(self) -> tuple[list[SampleRequest], bool]:
-        """The requests handed in since the last call, and whether more may come."""
+    def take(self) -> Taken:
+        """What was handed in since the last call."""
         with self._lock:
             taken, self._requests = self._requests, []
-            return taken, self._open
+            return Taken(taken, self._open, self._filling)
 
 
 class AbortBox:

@@ -127,6 +127,11 @@ class SwitchPolicy:
         """Whether the next step may begin in the layout the last one ended in; else it begins in EP."""
         return self.config.kind == "interactive"
 
+    @property
+    def waits_for_burst(self) -> bool:
+        """Whether few live samples mean a tail, so that nothing is to be decided before the burst has come in."""
+        return self.config.kind in ("rollout", "predictive")
+
     def begin_step(self, start: StepStart | None = None) -> None:
         """Forget the previous step, but not its output lengths, nor a cooldown that still runs.
 

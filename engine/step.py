@@ -77,6 +77,7 @@ class _Counts:
     tokens: int
     news: bool  # a rank has something to tell
     is_open: bool  # a rank may still get requests
+    is_filling: bool  # of the burst
     seconds: float  # rank 0's clock, since the step began
 
 
@@ -94,22 +95,23 @@ class _Exchange:
         last: _Pass | None,
         news: _News,
         is_open: bool,
+        is_filling: bool,
     ) -> None:
         self.last, self.news = last, news
         self._known = known if layout is Layout.TP else None  # TP cores have all ranks' requests
         has_news = bool(news.aborts or news.arrivals)
         tokens = last.tokens if last else 0
         clock = int(1e6 * seconds) if dist.get_rank(group) == 0 else 0
-        self._sums = torch.tensor([live, tokens, has_news, is_open, clock, known < live], dtype=torch.int64)
+        self._sums = torch.tensor([live, tokens, has_news, is_open, is_filling, clock, known < live], dtype=torch.int64)
         self._work = dist.all_reduce(self._sums, group=group, async_op=True)
 
     def wait(self) -> _Counts:
         """The counts. Raises LostRequest, on all ranks alike."""
         self._work.wait()
-        live, tokens, news, is_open, clock, lost = self._sums.tolist()
+        live, tokens, news, is_open, is_filling, clock, lost = self._sums.tolist()
         if lost or (self._known is not None and self._known < live):
             raise LostRequest("a core does not know all of its unfinished requests: they would never end")
-        return _Counts(live, tokens, bool(news), bool(is_open), clock / 1e6)
+        return _Counts(live, tokens, bool(news), bool(is_open), bool(is_filling), clock / 1e6)
 
 
 class Step:
@@ -137,7 +139,9 @@ class Step:
         self._arriving: dict[str, SampleRequest] = {}  # in TP: on their way to all cores, by internal id
         self._unseen_tokens = 0  # sampled over all ranks since the policy's last decision
         self._seconds = 0.0  # since the step began, by rank 0's clock
-        self._open = False  # whether any rank may still get requests, by the last exchange
+        self._open = self._filling = (
+            False  # whether any rank may still get requests, or the burst, by the last exchange
+        )
         self._started = self._mark = time.perf_counter()
 
     def admit(self, requests: list[SampleRequest]) -> None:
@@ -250,6 +254,8 @@ class Step:
     def _decide(self, iteration: int, live: int) -> Layout | None:
         seen = Observation(iteration, live, self.pair.layout, self._seconds, self._unseen_tokens)
         self._unseen_tokens = 0
+        if self._filling and self.policy.waits_for_burst:
+            return None
         return self.policy.decide(seen).target
 
     def _end_pass(self, tokens: int) -> _Pass:
@@ -259,12 +265,12 @@ class Step:
         return last
 
     def _exchange(self, last: _Pass | None, aborts: list[str]) -> _Exchange:
-        requests, is_open = self.inbox.take()
+        taken = self.inbox.take()
         in_ep = self.pair.layout is Layout.EP
         if in_ep and aborts:
             self.pair.active.core.abort_requests(aborts)  # nobody else's core has them
         news = _News([] if in_ep else aborts, [])
-        for request in requests:
+        for request in taken.requests:
             try:
                 if in_ep:
                     self._admit(request)
@@ -284,7 +290,8 @@ class Step:
             time.perf_counter() - self._started,
             last=last,
             news=news,
-            is_open=is_open or bool(news.arrivals),
+            is_open=taken.is_open or bool(news.arrivals),
+            is_filling=taken.is_filling,
         )
 
     def _settle(self, exchange: _Exchange) -> int:
@@ -303,7 +310,7 @@ class Step:
     def _agree(self, exchange: _Exchange) -> tuple[int, int]:
         """Wait for the counts, apply what ranks have told; returns (live, tokens) over all ranks."""
         counts = exchange.wait()
-        live, self._open, self._seconds = counts.live, counts.is_open, counts.seconds
+        live, self._open, self._filling, self._seconds = counts.live, counts.is_open, counts.is_filling, counts.seconds
         self._unseen_tokens += counts.tokens
         if counts.news:
             # In TP all ranks change their cores in one order: their schedulers must stay identical.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moebius.engine.layout import distribute
-from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
+from moebius.engine.types import SampleKey, SampleRequest, SampleResult, StepOutcome
 from moebius.kernels.noise import derive_seed
 from moebius.rollout.errors import BadInput, IncompleteStep
 from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
@@ -97,13 +97,16 @@ def build_requests(
     step: int,
     limits: Limits,
     lengths: LengthTrace | None = None,
+    first: int = 0,
 ) -> list[SampleRequest]:
     """One request per (prompt, sample), ordered by key. `lengths` replays traced output lengths exactly.
+
+    `first` is the number of the first prompt.
 
     Output is limited to what fits in max_model_len; raises BadInput where that contradicts `min_tokens` or the trace.
     """
     requests = []
-    for p, ids in enumerate(prompts):
+    for p, ids in enumerate(prompts, first):
         room = limits.max_model_len - len(ids)
         for s in range(n):
             own = sampling if lengths is None else lengths.forced(sampling, p, s)
@@ -157,15 +160,17 @@ def collect(outcomes: Sequence[StepOutcome], prompt_ids: list[list[int]], n: int
     for p, ids in enumerate(prompt_ids):
         samples = []
         for s in range(n):
-            r = by_key[(p, s)]
-            samples.append(
-                Sample(
-                    s, r.token_ids, r.logprobs, r.top_logprobs, r.text, r.finish_reason, r.stop_reason,
-                    r.policy_version, r.rank,
-                )
-            )  # fmt: skip
+            samples.append(to_sample(by_key[(p, s)]))
         rollouts.append(Rollout(p, ids, samples))
     return rollouts
+
+
+def to_sample(r: SampleResult) -> Sample:
+    """What the engine sent, as users see it."""
+    return Sample(
+        r.key.sample, r.token_ids, r.logprobs, r.top_logprobs, r.text, r.finish_reason, r.stop_reason,
+        r.policy_version, r.rank,
+    )  # fmt: skip
 
 
 def _listed(keys: Sequence[tuple[int, ...]], most: int = 10) -> str:

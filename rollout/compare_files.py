@@ -128,11 +128,22 @@ def _cells(found: Comparison) -> list[list[str]]:
 
 
 def _table(found: Comparison) -> Table:
-    table = Table(title=f"{len(found.runs)} runs, {len(found.steps)} steps; seconds")
-    for name in ("step", "run", "total", "burst", "switch", "tail", "live", "tokens", "tokens/s", "speed-up"):
-        table.add_column(name, justify="left" if name == "run" else "right")
-    for i, row in enumerate(_cells(found), 1):
-        table.add_row(*row, end_section=i % len(found.runs) == 0)
+    """One row per step, one column per run: it must fit a terminal of 80 characters."""
+    table = Table(title=f"{len(found.steps)} steps; seconds: total = burst + switch + tail")
+    table.add_column("step", justify="right")
+    for i, run in enumerate(found.runs):
+        table.add_column(run.name, justify="right", overflow="fold")
+        if found.kinds[i] == "switching":
+            table.add_column("gain", justify="right", no_wrap=True)
+    for i, step in enumerate(found.steps):
+        cells = [str(step)]
+        for kind, bars in zip(found.kinds, found.bars, strict=True):
+            bar = bars[i]
+            parts = [bar.burst_s, *([bar.switch_s] if kind == "switching" else []), bar.tail_s]
+            cells.append(f"{bar.total_s:.2f} = {'+'.join(f'{part:.2f}' for part in parts)}")
+            if kind == "switching":
+                cells.append(NONE if bar.speedup is None else f"{bar.speedup:.3f}x")
+        table.add_row(*cells)
     return table
 
 

@@ -18,6 +18,7 @@ from moebius.rollout.batch import Limits, Prompt, assign, build_requests, check_
 from moebius.rollout.checkpoint import check_model
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.open_step import OpenStep
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.report import StepReport, build_report
@@ -106,19 +107,64 @@ class RolloutGroup:
                 return []
             outcomes = self._run_step(ranks, requests, step, on_progress)
             rollouts = collect(outcomes, prompt_ids, n, step)
-            self.last_report = build_report(
-                outcomes,
-                step=step,
-                policy_version=self.policy_version,
-                model=self.config.engine.model,
-                device=self.device,
-                prompt_tokens=[len(ids) for ids in prompt_ids],
-                update_weights_s=self._update_s,
-                startup=self._unreported_start,
-            )
-            self._update_s = self._unreported_start = None
-            self._next_step = step + 1
+            self.report_step(outcomes, step, prompt_ids)
             return rollouts
+
+    def open_step(self, step: int | None = None, expected: int | None = None) -> OpenStep:
+        """Begin a step that takes prompts while it runs. The group serves nothing else until it is closed.
+
+        `step` is as in `generate`. Few live samples mean the step's tail only when its burst has come in: when
+        `expected` samples have been submitted, or, where that is not said, when the step is being closed. Until then
+        the policies `rollout` and `predictive` stay in EP. Raises GroupNotReady, MoebiusError as `generate`.
+        """
+        if not self._one_call.acquire(blocking=False):
+            raise MoebiusError("open_step: another call is running on this group; a group serves one at a time")
+        try:
+            ranks = self._ready()
+            step = self._step_number(step)
+            self._serial += 1
+            try:
+                refs = ranks.submit("run_step", [(self._serial, [], True)] * self.config.ranks)
+            except BaseException:
+                self._lose(ranks, f"step {step} broke off while it was sent")
+                raise
+            self._running = self._serial
+        except BaseException:
+            self._one_call.release()
+            raise
+        return OpenStep(self, ranks, self._serial, step, refs, expected)
+
+    # ---- for OpenStep -----------------------------------------------------------------------------------------------
+
+    def requests_of(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling | Mapping[str, Any] | None, step: int, first: int
+    ) -> tuple[list[SampleRequest], list[list[int]]]:
+        """Requests and token ids of prompts that are numbered from `first`. Raises BadInput."""
+        return self._requests(prompts, n, self._sampling(sampling), step, None, first)[:2]
+
+    def report_step(self, outcomes: list[StepOutcome], step: int, prompt_ids: list[list[int]]) -> None:
+        """Make `last_report`."""
+        self.last_report = build_report(
+            outcomes,
+            step=step,
+            policy_version=self.policy_version,
+            model=self.config.engine.model,
+            device=self.device,
+            prompt_tokens=[len(ids) for ids in prompt_ids],
+            update_weights_s=self._update_s,
+            startup=self._unreported_start,
+        )
+        self._update_s = self._unreported_start = None
+        self._next_step = step + 1
+
+    def step_closed(self) -> None:
+        """The open step is over, whole or lost; called once."""
+        self._running = None
+        self._one_call.release()
+
+    def step_lost(self, ranks: Ranks, error: MoebiusError) -> None:
+        """A rank failed in the open step."""
+        self._step_lost(ranks, error)
 
     def abort(self, keys: Iterable[SampleKey | tuple[int, int]] | None = None) -> None:
         """End samples (prompt, sample) of the running step early, None: all of them. Any thread; does not wait.
@@ -329,20 +375,32 @@ class RolloutGroup:
         return own
 
     def _requests(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, step: int | None, lengths: LengthTrace | None
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        step: int | None,
+        lengths: LengthTrace | None,
+        first: int = 0,
     ) -> tuple[list[SampleRequest], list[list[int]], int]:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise BadInput(f"n: expected at least 1 sample per prompt, got {n!r}")
-        if step is None:
-            step = self._next_step
-        elif not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
-            raise BadInput(f"step: expected an int of at least 0, got {step!r}")
+        step = self._step_number(step)
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
             raise BadInput(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
         ids = [to_token_ids(p, i, self._limits, lambda: self.tokenizer) for i, p in enumerate(prompts)]
         seed = self.config.engine.seed if sampling.seed is None else sampling.seed
-        requests = build_requests(ids, n, sampling, seed=seed, step=step, limits=self._limits, lengths=lengths)
+        requests = build_requests(
+            ids, n, sampling, seed=seed, step=step, limits=self._limits, lengths=lengths, first=first
+        )
         return requests, ids, step
+
+    def _step_number(self, step: int | None) -> int:
+        if step is None:
+            return self._next_step
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
+            raise BadInput(f"step: expected an int of at least 0, got {step!r}")
+        return step
 
     def _run_step(
         self, ranks: Ranks, requests: list[SampleRequest], step: int, on_progress: OnProgress | None

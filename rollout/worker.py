@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moebius.engine.account import MemoryAccount
 from moebius.engine.config import EngineConfig
 from moebius.engine.startup import Startup, moe_config_folder
-from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
+from moebius.engine.types import SampleKey, SampleRequest, SampleResult, StepOutcome
 from moebius.rollout.shm import clean_leftovers, make_ident, name_python_segments, parse_ident, remove_own
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ class RankWorker:
         self._serial = 0  # of the latest run_step call
         self._stepping = False
         self._early_aborts: list[tuple[int, list[SampleKey] | None]] = []
+        self._early: list[tuple[int, Callable[[MoebiusEngine], None]]] = []
+        self._finished: deque[SampleResult] = deque()
         self._abort_lock = threading.Lock()
 
     def host(self) -> RankHost:
@@ -162,8 +165,11 @@ class RankWorker:
             name_python_segments(ident)
         return self._on_engine_thread(lambda: self._build(setup.engine))
 
-    def run_step(self, serial: int, requests: Sequence[SampleRequest]) -> StepOutcome:
-        """Decode this rank's own requests; a collective over all ranks. `serial` counts these calls, for `abort`."""
+    def run_step(self, serial: int, requests: Sequence[SampleRequest], is_open: bool = False) -> StepOutcome:
+        """Decode this rank's own requests; a collective over all ranks. `serial` counts these calls, for `abort`.
+
+        An open step takes more by `submit` until `close_step`, and gives its results to `take_results`.
+        """
         self._progress = Progress()
 
         def step() -> StepOutcome:
@@ -174,14 +180,51 @@ class RankWorker:
                 for _, keys in (early for early in self._early_aborts if early[0] == serial):
                     engine.abort(keys)
                 self._early_aborts = []
+                early, self._early = self._early, []
+                if is_open:
+                    self._finished.clear()  # of a step that was lost
+                    engine.inbox.open()
+                    for tag, call in early:
+                        if tag == serial:
+                            call(engine)
             try:
-                return engine.run_step(list(requests), on_iteration=self._iterated)
+                on_results = self._finished.extend if is_open else None
+                return engine.run_step(list(requests), on_iteration=self._iterated, on_results=on_results)
             finally:
+                engine.inbox.close()
                 with self._abort_lock:
                     self._stepping = False
                     engine.clear_aborts()  # one may have come after the engine was done with the step
 
         return self._on_engine_thread(step)
+
+    def submit(self, serial: int, requests: Sequence[SampleRequest]) -> None:
+        """Hand requests to open step `serial`; they wait for it if it has not begun here."""
+        self._to_open_step(serial, lambda engine: engine.inbox.submit(requests))
+
+    def filled(self, serial: int) -> None:
+        """The burst of open step `serial` has been submitted, on all ranks."""
+        self._to_open_step(serial, lambda engine: engine.inbox.filled())
+
+    def close_step(self, serial: int) -> None:
+        """No more requests will come to open step `serial`."""
+        self._to_open_step(serial, lambda engine: engine.inbox.close())
+
+    def take_results(self, serial: int) -> list[SampleResult]:
+        """Results of the open step since the last call; answers while it runs."""
+        del serial  # there is one at a time
+        taken = []
+        while self._finished:
+            taken.append(self._finished.popleft())
+        return taken
+
+    def _to_open_step(self, serial: int, call: Callable[[MoebiusEngine], None]) -> None:
+        """Calls may overtake the step's own."""
+        with self._abort_lock:
+            if serial > self._serial:
+                self._early.append((serial, call))
+            elif serial == self._serial and self._stepping and self._engine is not None:
+                call(self._engine)
 
     def begin_update(self, version: int) -> None:
         """Open a weight update."""

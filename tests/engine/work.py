@@ -44,7 +44,7 @@ class Alternating:
     """A policy that switches to the other layout at each of these iterations, as long as something is live."""
 
     config = PolicyConfig(kind="scheduled")
-    keeps_layout = False
+    keeps_layout = waits_for_burst = False
     log: ClassVar[list[Any]] = []
 
     def __init__(self, iterations: list[int]) -> None:
