@@ -22,7 +22,7 @@ from moebius.engine.policy import SwitchPolicy, resolved
 from moebius.engine.profile import SwitchProfiler
 from moebius.engine.requests import forget_finished, reset_prefix_cache
 from moebius.engine.runtime import RuntimePair
-from moebius.engine.step import OnIteration, OnResults, RequestRefused, Step
+from moebius.engine.step import OnIteration, OnResults, PolicyRefused, RequestRefused, Step
 from moebius.engine.switch import Switcher
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome, StepStats
 from moebius.engine.weights import ExpectedWeights, WeightSession
@@ -90,6 +90,7 @@ class MoebiusEngine:
         Raises:
             EngineDirty: a weight update failed or a step broke off; the message says how to go on.
             RequestRefused: a request is not valid; the engine can go on with the next step.
+            PolicyRefused: the policy lacks its costs; likewise.
         """
         if self._broken or self._problem:
             self.clear_aborts()
@@ -118,7 +119,7 @@ class MoebiusEngine:
             step.run()
             stats.decisions = step.decisions()
             forget_finished(self.pair.active)
-        except RequestRefused:
+        except (RequestRefused, PolicyRefused):
             raise  # nothing was started on any rank
         except BaseException as error:
             self._broken = f"the last step broke off ({type(error).__name__}: {error}): restart the group"

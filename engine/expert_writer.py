@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-_EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\..*\.experts\.(?:(?P<expert>\d+)\.)?(?P<proj>\w+_proj)(?:\.weight)?$")
+_EXPERTS = re.compile(
+    r"layers\.(?P<layer>\d+)\..*\.experts\.(?:(?P<expert>\d+)\.)?(?P<proj>\w+_proj|w[123])(?:\.weight)?$"
+)
 
 
 class ExpertWriter:
@@ -35,7 +37,8 @@ class ExpertWriter:
         """Copy what this rank holds of `tensor` to its place; False if `name` is no expert weight.
 
         `tensor` is [I, H] (gate_proj, up_proj) or [H, I] (down_proj) of one expert, or the fused [E, 2I, H]
-        (gate_up_proj) or [E, H, I] (down_proj) of all; names and shapes must have been checked before.
+        (gate_up_proj) or [E, H, I] (down_proj) of all; w1, w3 and w2 are other names of gate, up and down. Names and
+        shapes must have been checked before.
         """
         match = _EXPERTS.search(name)
         if match is None:
@@ -50,10 +53,10 @@ class ExpertWriter:
         if 0 <= row < held:
             width = w13.shape[1] // 2
             match proj:
-                case "down_proj":
+                case "down_proj" | "w2":
                     w2[row].copy_(tensor)
-                case "gate_proj":
+                case "gate_proj" | "w1":
                     w13[row, :width].copy_(tensor)
-                case "up_proj":
+                case "up_proj" | "w3":
                     w13[row, width:].copy_(tensor)
         return True

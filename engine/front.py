@@ -52,22 +52,39 @@ class RequestFront:
         """Check a request and make it ready for a core. Raises ValueError or TypeError when vLLM refuses it."""
         if request.key in self._taken:
             raise ValueError("a sample with this key is unfinished already")
-        params = SamplingParams(
-            **request.sampling,
-            n=1,
-            extra_args={SEED_FIELD: request.seed},
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            detokenize=self._front.tokenizer is not None,
-        )
+        self._check(request)
         prompt: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
         processor = self._front.input_processor
         tasks = self._front.get_supported_tasks()
-        prepared: EngineCoreRequest = processor.process_inputs(
-            _name(request.key), prompt, params, supported_tasks=tasks
-        )
+        try:
+            params = SamplingParams(
+                **request.sampling,
+                n=1,
+                extra_args={SEED_FIELD: request.seed},
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                detokenize=self._front.tokenizer is not None,
+            )
+            prepared: EngineCoreRequest = processor.process_inputs(
+                _name(request.key), prompt, params, supported_tasks=tasks
+            )
+        except AttributeError as error:  # of a value that is not of the kind vLLM takes for granted
+            raise ValueError(f"sampling has a value of a wrong kind: {error}") from error
         processor.assign_request_id(prepared)
         self._taken.add(request.key)
         return prepared
+
+    def _check(self, request: SampleRequest) -> None:
+        """Refuse what vLLM takes and then fails on in the middle of a pass, which would end the step for all ranks."""
+        vocab = self._front.model_config.get_vocab_size()
+        if request.sampling.get("seed") is not None:
+            raise ValueError("sampling has a seed: give it as the sample's own (SampleRequest.seed)")
+        if request.sampling.get("structured_outputs") is not None:
+            raise ValueError("structured_outputs are not supported: leave them out")
+        if any(token < 0 for token in request.prompt_token_ids):
+            raise ValueError("the prompt has negative token ids")
+        unknown = [token for token in request.sampling.get("stop_token_ids") or () if not 0 <= token < vocab]
+        if unknown:
+            raise ValueError(f"stop_token_ids {unknown[:5]} are outside the vocabulary of {vocab} tokens")
 
     def register(self, request: SampleRequest, prepared: EngineCoreRequest) -> None:
         """Answer for a request that is about to be given to the core."""

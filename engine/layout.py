@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from moebius.engine.families import refusal
+
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -37,8 +39,8 @@ class ModelShape:
     def from_hf_config(cls, config: Mapping[str, Any] | Any, ranks: int) -> ModelShape:
         """Read a Hugging Face `config.json` (a mapping, or a config object with `to_dict`).
 
-        Raises ValueError, saying which number is in the way, if the model has no routed experts, has a KV cache
-        without heads to split, or cannot be spread over `ranks` ranks in both layouts.
+        Raises ValueError, saying what is in the way, if the model has no routed experts, keeps state that a switch
+        does not move, or cannot be spread over `ranks` ranks in both layouts.
         """
         values = _as_mapping(config)
         experts = next((int(values[key]) for key in _EXPERT_KEYS if values.get(key)), 0)
@@ -47,11 +49,8 @@ class ModelShape:
                 f"{_name(values)} is not a mixture-of-experts model: its config has none of {', '.join(_EXPERT_KEYS)}. "
                 "Only models with routed experts have an EP layout; choose an MoE checkpoint."
             )
-        if values.get("kv_lora_rank"):
-            raise ValueError(
-                f"{_name(values)} uses multi-head latent attention (kv_lora_rank is set), whose KV cache has no heads "
-                "to split over TP ranks. Choose a model with multi-head or grouped-query attention."
-            )
+        if reason := refusal(values):
+            raise ValueError(f"{_name(values)} {reason}")
         layers, hidden, heads = (
             _need(values, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
         )
@@ -69,6 +68,7 @@ class ModelShape:
         if not shape.moe_layers:
             raise ValueError(f"{_name(values)} names {experts} experts but its config makes every layer dense.")
         shape.check(ranks)
+        _check_dense(values, shape, ranks)
         return shape
 
     def check(self, ranks: int) -> None:
@@ -237,6 +237,16 @@ def _need(values: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or value <= 0:
         raise ValueError(f"{_name(values)}: config.json needs a positive integer {key!r}, found {value!r}")
     return value
+
+
+def _check_dense(values: Mapping[str, Any], shape: ModelShape, ranks: int) -> None:
+    """Dense layers and shared experts are split over TP ranks as well."""
+    widths = {"shared_expert_intermediate_size": values.get("shared_expert_intermediate_size")}
+    if len(shape.moe_layers) < shape.num_layers:
+        widths["intermediate_size"] = values.get("intermediate_size")
+    for key, width in widths.items():
+        if width and int(width) % ranks:
+            raise ValueError(f"{key} {width} cannot be split evenly over {ranks} ranks; use a number that divides it.")
 
 
 def _moe_layers(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from vllm.v1.executor import Executor
 from moebius.engine import sampler, vllm_patches
 from moebius.engine.capture import capture_sizes
 from moebius.engine.config import EngineConfig
+from moebius.engine.families import warn_if_unchecked
 from moebius.engine.layout import Layout, ModelShape, ShardMap
 from moebius.engine.memory import SlotSizes, UnifiedBuffer
 from moebius.engine.startup import StartupClock
@@ -84,6 +85,8 @@ class RuntimePair:
         with self.clock.part("config"):
             ep_config = _vllm_config(config, world_size, Layout.EP)
             tp_config = _vllm_config(config, world_size, Layout.TP)
+        if os.environ.get("RANK", "0") == "0":
+            warn_if_unchecked(ep_config.model_config.hf_text_config.model_type)
         device = torch.device(ep_config.device_config.device_type)
         with self.clock.part("buffer"):
             self.buffer = UnifiedBuffer(_slot_sizes(ep_config, shape, config, world_size), _rank_device(device))
@@ -124,6 +127,12 @@ class RuntimePair:
 
     def _check_aliasing(self) -> None:
         for runtime in (self.ep, self.tp):
+            found = tuple(vllm_patches.layer_index(module.layer_name) for module in runtime.expert_modules)
+            if found != self.shape.moe_layers:
+                raise RuntimeBuildError(
+                    f"{runtime.layout.value} has experts in layers {list(found)}, where its config was read as having "
+                    f"them in {list(self.shape.moe_layers)}: this model family is not supported"
+                )
             for ordinal, module in enumerate(runtime.expert_modules):
                 slot = self.buffer.expert_slot(runtime.layout, ordinal)
                 if module.w13_weight.data_ptr() != slot.data_ptr() or not self.buffer.owns(module.w2_weight):

@@ -36,6 +36,10 @@ class RequestRefused(ValueError):
     """vLLM refuses a request of the step, on this or another rank; no request of the step was started."""
 
 
+class PolicyRefused(ValueError):
+    """The policy lacks what it needs, and says what; no request of the step was started."""
+
+
 class LostRequest(RuntimeError):
     """An unfinished request is in no scheduler: it would never end."""
 
@@ -139,9 +143,8 @@ class Step:
         self._arriving: dict[str, SampleRequest] = {}  # in TP: on their way to all cores, by internal id
         self._unseen_tokens = 0  # sampled over all ranks since the policy's last decision
         self._seconds = 0.0  # since the step began, by rank 0's clock
-        self._open = self._filling = (
-            False  # whether any rank may still get requests, or the burst, by the last exchange
-        )
+        # By the last exchange: whether any rank may still get requests, and whether they belong to the burst.
+        self._open = self._filling = False
         self._started = self._mark = time.perf_counter()
 
     def admit(self, requests: list[SampleRequest]) -> None:
@@ -149,6 +152,7 @@ class Step:
 
         Raises:
             RequestRefused: a request is not valid; nothing was started.
+            PolicyRefused: the policy cannot decide as it is set; nothing was started.
         """
         problem, prepared = None, []
         try:
@@ -171,14 +175,18 @@ class Step:
         if problems:
             self.front.forget_all()
             raise RequestRefused(problems[0])
-        for rank, part in enumerate(gathered if in_tp else []):
-            for request in part.prepared:
-                self.switcher.owners[request.request_id] = rank
-        for request in [r for part in gathered for r in part.prepared] if in_tp else prepared:
-            self._give_to_core(request)
         samples = sum(part.samples for part in gathered)
         mean = sum(part.prompt_tokens for part in gathered) / max(1, samples)
-        self.policy.begin_step(StepStart(samples, mean, max(part.max_tokens for part in gathered) or None))
+        try:
+            self.policy.begin_step(StepStart(samples, mean, max(part.max_tokens for part in gathered) or None))
+        except ValueError as error:  # on all ranks alike
+            self.front.forget_all()
+            raise PolicyRefused(str(error)) from error
+        self.switcher.owners = {
+            request.request_id: rank for rank, part in enumerate(gathered) for request in part.prepared
+        }
+        for request in [r for part in gathered for r in part.prepared] if in_tp else prepared:
+            self._give_to_core(request)
 
     def _admit(self, request: SampleRequest) -> None:
         prepared = self.front.prepare(request)
@@ -316,7 +324,10 @@ class Step:
             # In TP all ranks change their cores in one order: their schedulers must stay identical.
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(gathered, exchange.news, group=self.group)
-            self.pair.active.core.abort_requests([request_id for told in gathered for request_id in told.aborts])
+            for request_id in (request_id for told in gathered for request_id in told.aborts):
+                # One by one: vLLM goes through several in the order of a set, which is another in each process, and
+                # frees their pages so. A switch to EP relies on pages having the same ids on all TP ranks.
+                self.pair.active.core.abort_requests([request_id])
             for rank, told in enumerate(gathered):
                 for prepared in told.arrivals:
                     if rank == self.stats.rank:
@@ -338,8 +349,8 @@ class Step:
             core.execute_dummy_batch()
         client: Any = self.pair.front.engine_core
         outputs = client.get_output()
-        if self.pair.layout is Layout.TP and not outputs.outputs:
-            release_stuck(self.pair.tp)
+        if not outputs.outputs:
+            release_stuck(self.pair.active)
         return self.front.deliver(outputs)
 
     def _drain(self) -> tuple[int, list[str]]:

@@ -121,6 +121,7 @@ def _upstream_fixes() -> list[Target]:
     return [
         (InputBatch, "add_request", _fresh_allowed_ids_row),
         (InputBatch, "swap_states", _swapped_allowed_ids_rows),
+        (InputBatch, "update_async_output_token_ids", _as_many_output_ids_as_before),
     ]
 
 
@@ -167,6 +168,25 @@ def _swapped_allowed_ids_rows(original: Any) -> Any:
     return swap_states
 
 
+def _as_many_output_ids_as_before(original: Any) -> Any:
+    """With asynchronous scheduling, a request keeps as many output ids as it has tokens.
+
+    Upstream, while no request of the batch needs output ids they stay placeholders; when one that does (penalties, bad
+    words) joins, all trailing placeholders of the others become the one id that is known. They seem shorter then, and
+    `min_tokens` keeps them from stopping for too long (seen: more tokens than without the other request).
+    """
+
+    def update_async_output_token_ids(self: Any) -> None:
+        rows = self.sampling_metadata.output_token_ids
+        counts = [len(row) for row in rows]
+        original(self)
+        for row, count in zip(rows, counts, strict=True):
+            if len(row) < count:  # nothing is speculated here, so that no token can have been given up
+                row[-1:-1] = [-1] * (count - len(row))
+
+    return update_async_output_token_ids
+
+
 def _same_hash_root(original: Any) -> Any:
     """All ranks hash pages alike: upstream, each process begins its chains of page hashes with random bytes.
 
@@ -190,8 +210,15 @@ def _expert_parameters_in_slots(original: Any) -> Any:
     def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
         if _binding is None:
             return original(self, layer, *args, **kwargs)
+        before = set(layer._parameters)
         with torch.device("meta"):  # shapes and loader attributes without a second allocation
             original(self, layer, *args, **kwargs)
+        extra = set(layer._parameters) - before - {"w13_weight", "w2_weight"}
+        if extra:
+            raise PatchError(
+                f"layer {layer.layer_name}: its experts have {', '.join(sorted(extra))} besides w13_weight and "
+                "w2_weight, which a switch would not move; only experts without biases are supported"
+            )
         slot = _binding.buffer.expert_slot(_binding.layout, len(_binding.expert_modules))
         offset = 0
         for name in ("w13_weight", "w2_weight"):
@@ -211,7 +238,9 @@ def _expert_parameters_in_slots(original: Any) -> Any:
 
 
 def layer_index(layer_name: str) -> int:
-    """The number after `layers.` in a vLLM layer name."""
+    """The number after `layers.` in a vLLM layer name; raises PatchError if there is none."""
+    if "layers." not in layer_name:
+        raise PatchError(f"vLLM calls a layer {layer_name!r}, without a number: this model is not supported")
     return int(layer_name.split("layers.")[1].split(".", maxsplit=1)[0])
 
 

@@ -6,7 +6,9 @@ Trainers send MoE weights in one of two ways, and both are accepted, also mixed 
 * fused, as in transformers 5 modules: `...mlp.experts.gate_up_proj` [E, 2I, H], `down_proj` [E, H, I], where the
   first I rows of `gate_up_proj` are the gate.
 
-Both end up as per-expert names, the ones vLLM's loaders know. E experts, I expert width, H hidden size.
+Both end up as per-expert names of the checkpoint, the ones vLLM's loaders know. Mixtral's checkpoints name the block
+and its matrices otherwise (`block_sparse_moe.experts.3.w1.weight`) than the modules of transformers 5 do; both names
+are accepted. E experts, I expert width, H hidden size.
 """
 
 from __future__ import annotations
@@ -22,6 +24,15 @@ Shape = tuple[int, ...]
 
 _PER_EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<proj>gate_proj|up_proj|down_proj)\.weight$")
 _FUSED = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<proj>gate_up_proj|down_proj)$")
+# By model type: what the modules of transformers 5 call it, and what the family's checkpoints (and vLLM) call it.
+_CHECKPOINT_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "mixtral": (
+        (".mlp.", ".block_sparse_moe."),
+        (".gate_proj.weight", ".w1.weight"),
+        (".up_proj.weight", ".w3.weight"),
+        (".down_proj.weight", ".w2.weight"),
+    ),
+}
 _LISTED = 8  # names spelled out in an error before it says "and N more"
 
 
@@ -32,14 +43,21 @@ class ExpectedWeights:
         shapes: names and shapes of the model's state dict, expert weights fused as described above.
         optional: names that may be left out because they share storage with another one (a tied `lm_head.weight`).
             They are checked when sent, and produce no tensors.
+        renames: pairs of a part of a name above and its other spelling in checkpoints.
 
     Raises:
         ValueError: the expert weights have a layout other than the one above.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], optional: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        optional: frozenset[str] = frozenset(),
+        renames: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self.shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self.optional = optional
+        self._renames = renames
         # per MoE block: (E, I, H)
         self._blocks: dict[str, tuple[int, int, int]] = {}
         for name in self.shapes:
@@ -55,7 +73,10 @@ class ExpectedWeights:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> ExpectedWeights:
-        """From a transformers config: the module is built on the meta device, so no memory is used."""
+        """From a transformers config: the module is built on the meta device, so no memory is used.
+
+        Raises ValueError as the constructor, and if the module has no expert weights by any known name.
+        """
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -64,16 +85,23 @@ class ExpectedWeights:
         tied: frozenset[str] = frozenset()
         if getattr(config, "tie_word_embeddings", False):
             tied = frozenset(getattr(module, "_tied_weights_keys", None) or ()) & frozenset(shapes)
-        return cls(shapes, tied)
+        expected = cls(shapes, tied, _CHECKPOINT_NAMES.get(config.model_type, ()))
+        if not expected._blocks:
+            raise ValueError(
+                f"model type {config.model_type!r}: none of its weights is named ...experts.gate_up_proj, so its "
+                "experts cannot be updated"
+            )
+        return expected
 
     def parts_of(self, name: str) -> list[str]:
-        """Per-expert names that the known name `name` stands for; `[name]` for anything but a fused expert weight."""
-        match = _FUSED.match(name)
-        if not match or match["prefix"] not in self._blocks:
-            return [name]
+        """Checkpoint names that the known name `name` stands for; one, except for a fused expert weight."""
+        name = self._module_name(name)
+        match = self._fused(name)
+        if match is None:
+            return [self._checkpoint_name(name)]
         experts = range(self._blocks[match["prefix"]][0])
         projections = ("gate_proj", "up_proj") if match["proj"] == "gate_up_proj" else ("down_proj",)
-        return [f"{match['prefix']}.{e}.{proj}.weight" for e in experts for proj in projections]
+        return [self._checkpoint_name(f"{match['prefix']}.{e}.{proj}.weight") for e in experts for proj in projections]
 
     def shape_of(self, name: str) -> Shape:
         """Shape of `name`, fused or per expert.
@@ -81,18 +109,19 @@ class ExpectedWeights:
         Raises:
             ValueError: the model has no such weight; the message names the nearest known one.
         """
-        if name in self.shapes:
-            return self.shapes[name]
-        match = _PER_EXPERT.match(name)
+        known = self._module_name(name)
+        if known in self.shapes:
+            return self.shapes[known]
+        match = _PER_EXPERT.match(known)
         if match and match["prefix"] in self._blocks:
             experts, width, hidden = self._blocks[match["prefix"]]
             if int(match["expert"]) >= experts:
                 raise ValueError(f"weight {name!r}: the model has experts 0 to {experts - 1} only")
             return (hidden, width) if match["proj"] == "down_proj" else (width, hidden)
-        raise ValueError(f"weight {name!r} is not part of this model{self._hint(name)}")
+        raise ValueError(f"weight {name!r} is not part of this model{self._hint(known)}")
 
     def normalise(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Check one tensor and return it under per-expert names, as views: nothing is copied.
+        """Check one tensor and return it under its checkpoint names, per expert, as views: nothing is copied.
 
         Raises:
             ValueError: unknown name, wrong shape, or a dtype that is not floating point.
@@ -102,14 +131,28 @@ class ExpectedWeights:
             raise ValueError(f"weight {name!r}: expected shape {list(expected)}, got {list(tensor.shape)}")
         if not tensor.is_floating_point():
             raise ValueError(f"weight {name!r}: expected a floating-point tensor, got {tensor.dtype}")
-        if name in self.optional:
+        if self._module_name(name) in self.optional:
             return []
         parts = self.parts_of(name)
-        if parts == [name]:
-            return [(name, tensor)]
+        if self._fused(self._module_name(name)) is None:
+            return [(parts[0], tensor)]
         rows = expected[1] // 2 if name.endswith("gate_up_proj") else expected[1]
         views = [piece for expert in tensor.unbind(0) for piece in expert.split(rows, dim=0)]
         return list(zip(parts, views, strict=True))
+
+    def _module_name(self, name: str) -> str:
+        for module, checkpoint in self._renames:
+            name = name.replace(checkpoint, module)
+        return name
+
+    def _checkpoint_name(self, name: str) -> str:
+        for module, checkpoint in self._renames:
+            name = name.replace(module, checkpoint)
+        return name
+
+    def _fused(self, name: str) -> re.Match[str] | None:
+        match = _FUSED.match(name)
+        return match if match and match["prefix"] in self._blocks else None
 
     def _add_block(self, name: str) -> None:
         match = _FUSED.match(name)
@@ -152,7 +195,7 @@ class WeightSession:
         self._seen: set[str] = set()
 
     def accept(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Check one tensor, note its arrival and return it under per-expert names (views; empty for a tied copy).
+        """Check one tensor, note its arrival and return it under checkpoint names (views; empty for a tied copy).
 
         Raises:
             ValueError: unknown name, wrong shape or dtype, or (a part of) it has arrived before. Nothing is noted then.

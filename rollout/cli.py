@@ -188,16 +188,22 @@ def report(
         int | None,
         typer.Option(min=1, help="Several: split static runs at so many live samples [default: as switched]."),
     ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(help="One: costs of `moebius calibrate`, to say what static layouts would have taken."),
+    ] = None,
 ) -> None:
-    """Make report.html from the step reports in a folder, or compare the runs in several folders step by step."""
+    """Make report.html, .csv and .png from a folder's step reports, or compare the runs in several, step by step."""
     if len(directories) > 1:
         from moebius.rollout.compare_files import compare_runs
 
+        if costs is not None:
+            raise BadInput("--costs: goes with the report of one run; give one folder")
         compare_runs(directories, out or Path(), threshold)
         return
-    from moebius.rollout.report_html import write_html
+    from moebius.rollout.report_files import report_run
 
-    typer.echo(write_html(directories[0]))
+    report_run(directories[0], costs)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moebius.rollout.errors import BadInput
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # token ids 0, 1, 2
@@ -70,18 +70,8 @@ def make_tiny_model(
             f"the tiny model needs at least 2 experts and heads that kv_heads divides, "
             f"got num_experts={num_experts}, heads={heads}, kv_heads={kv_heads}"
         )
-    import torch
-    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(max_len)
-    tokenizer.save_pretrained(str(directory))
-    ids = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
@@ -99,15 +89,36 @@ def make_tiny_model(
         tie_word_embeddings=False,
         mlp_only_layers=[],
         architectures=["Qwen3MoeForCausalLM"],
-        **ids,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
-    model = Qwen3MoeForCausalLM(config).float()
+    return save_random_model(directory, Qwen3MoeForCausalLM(config), seed=seed, max_len=max_len)
+
+
+def save_random_model(directory: str | Path, model: PreTrainedModel, *, seed: int = 0, max_len: int = 1024) -> Path:
+    """Give a transformers causal LM random fp32 weights and write it with the tokenizer of `train_tokenizer`.
+
+    Matrices and biases are drawn, norms stay at one, routers' correction biases are small: equal seeds, equal weights.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(max_len)
+    tokenizer.save_pretrained(str(directory))
+    model = model.float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:  # norms stay at one
-                parameter.normal_(0.0, _WEIGHT_STD, generator=generator)
-    model.generation_config = GenerationConfig(**ids)
+        for name, weight in model.state_dict().items():
+            if weight.dim() >= 2 or name.endswith("bias"):  # norms stay at one
+                weight.normal_(0.0, _WEIGHT_STD, generator=generator)
+    model.generation_config = GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     model.save_pretrained(str(directory))
     return directory
 

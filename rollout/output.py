@@ -76,7 +76,8 @@ class RunFolder:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.rollouts = self.path / "rollouts.jsonl"
-        for old in [self.rollouts, self.path / "report.html", *self.path.glob("step_*.json")]:
+        made = ("report.html", "report.csv", "report_switches.csv", "report.png")
+        for old in [self.rollouts, *(self.path / name for name in made), *self.path.glob("step_*.json")]:
             old.unlink(missing_ok=True)
 
     def add(

@@ -27,6 +27,7 @@ dd { margin: 0; font-size: 24px; font-weight: 600; font-variant-numeric: tabular
   vertical-align: -1px; }
 .scroll { overflow-x: auto; }
 .wide svg { min-width: 760px; }
+.phone { display: none; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums;
   margin-top: 8px; }
 th, td { text-align: right; padding: 6px 9px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
@@ -35,7 +36,7 @@ tbody tr:last-child td { border-bottom: 0; }
 details summary { cursor: pointer; display: flex; flex-wrap: wrap; gap: 4px 14px; align-items: baseline;
   list-style: none; }
 details summary::before { content: "▸"; color: var(--soft); }
-details[open] summary::before { content: "▾"; }
+details[open] > summary::before { content: "▾"; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px 24px;
   margin: 12px 0; }
 figure { margin: 0; min-width: 0; }
@@ -51,11 +52,25 @@ svg path { fill: none; }
 svg .area { stroke: none; opacity: .16; }
 svg .shade { opacity: .3; }
 .mark { stroke-width: 1.4; stroke-dasharray: 4 3; }
+svg rect.band { opacity: .1; }
+svg .life { stroke-width: .9; opacity: .75; }
+svg .dots { stroke-width: 3.4; stroke-linecap: round; opacity: .5; }
+.life.ep, .dots.ep { stroke: var(--ep); } .life.tp, .dots.tp { stroke: var(--tp); }
+.line.faint { stroke: var(--soft); stroke-width: 1; opacity: .45; } .line.all { stroke: var(--bar); }
+.line.dashed { stroke-dasharray: 5 3; stroke-width: 1.3; }
+rect.before { fill: var(--other); } rect.after { fill: var(--bar); }
+i.before { background: var(--other); } i.after, i.bar { background: var(--bar); }
 .line.ep { stroke: var(--ep); } .line.tp { stroke: var(--tp); }
 .mark.switch { stroke: var(--switch); } .mark.note { stroke: var(--soft); }
 svg .area.ep, rect.ep { fill: var(--ep); } svg .area.tp, rect.tp { fill: var(--tp); }
 rect.switch { fill: var(--switch); } rect.other { fill: var(--other); } rect.bar { fill: var(--bar); }
 i.ep { background: var(--ep); } i.tp { background: var(--tp); } i.switch { background: var(--switch); }
   i.other { background: var(--other); }
+td.text { text-align: left; white-space: normal; min-width: 180px; overflow-wrap: anywhere; }
+details.fold { margin-top: 14px; } details.fold summary { font-size: 14px; font-weight: 600; }
+@media (max-width: 640px) {
+  main { padding: 14px 8px 40px; } .card { padding: 12px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
+  dd { font-size: 20px; } svg text { font-size: 14px; } .desk { display: none; } .phone { display: block; }
+}
 @media print { details:not([open]) { display: none; } .card { break-inside: avoid; } }
 """

@@ -28,6 +28,16 @@ class Mark:
     x_end: float
     label: str
     css: str = "switch"
+    row: int = 0  # the label's line of text, or one below it
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A coloured background from `x` to `x_end`."""
+
+    x: float
+    x_end: float
+    css: str
 
 
 def short(value: float) -> str:
@@ -60,31 +70,65 @@ def lines(
     y_top: float,
     height: float = 190.0,
     fill: bool = False,
+    bands: Sequence[Band] = (),
+    x_ticks: Sequence[tuple[float, str]] | None = None,
 ) -> str:
-    """A line chart of (css class, [(x, y), ...]) series over x from 0 to `x_top` and y from 0 to `y_top`."""
-    bottom, scale_x, scale_y, body = _frame(x_top, y_top, height, x_label)
+    """A line chart of (css class, [(x, y), ...]) series over x from 0 to `x_top` and y from 0 to `y_top`.
+
+    A series whose class holds the word `dots` is drawn as dots. `x_ticks` replaces the round values of x by others.
+    """
+    bottom, scale_x, scale_y, body = frame(x_top, y_top, height, x_label, x_ticks)
+    body[:0] = background(bands, scale_x, bottom)
     for css, data in series:
         if not data:
             continue
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in _visible([(scale_x(x), scale_y(y)) for x, y in data]))
+        placed = [(scale_x(x), scale_y(y)) for x, y in data]
+        if "dots" in css.split():
+            dots = dict.fromkeys(f"M{x:.1f} {y:.1f}h0" for x, y in placed)
+            body.append(f'<path class="{css}" d="{"".join(dots)}"/>')
+            continue
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in _visible(placed))
         if fill:
-            first, last = scale_x(data[0][0]), scale_x(data[-1][0])
+            first, last = placed[0][0], placed[-1][0]
             body.append(f'<path class="area {css}" d="M{first:.1f} {bottom:.1f}L{path}L{last:.1f} {bottom:.1f}Z"/>')
         body.append(f'<path class="line {css}" d="M{path}"/>')
+    body += _marked(marks, scale_x, bottom)
+    return drawing(height, label, body)
+
+
+def background(bands: Sequence[Band], scale_x: Callable[[float], float], bottom: float) -> list[str]:
+    """The elements of coloured backgrounds."""
+    return [
+        f'<rect class="band {band.css}" x="{scale_x(band.x):.1f}" y="{TOP}" '
+        f'width="{max(0.5, scale_x(band.x_end) - scale_x(band.x)):.1f}" height="{bottom - TOP:.1f}"/>'
+        for band in bands
+    ]
+
+
+def _marked(marks: Sequence[Mark], scale_x: Callable[[float], float], bottom: float) -> list[str]:
+    body, taken = [], [-1e9, -1e9, -1e9]  # where the last label of each line of text ends
     for mark in marks:
         x, end = scale_x(mark.x), scale_x(mark.x_end)
-        if end - x > 1:
-            body.append(
-                f'<rect class="shade {mark.css}" x="{x:.1f}" y="{TOP}" width="{end - x:.1f}" height="{bottom - TOP}"/>'
-            )
+        body.append(
+            f'<rect class="shade {mark.css}" x="{x:.1f}" y="{TOP}" width="{max(1.0, end - x):.1f}" '
+            f'height="{bottom - TOP}"><title>{escape(mark.label)}</title></rect>'
+        )
         body.append(f'<path class="mark {mark.css}" d="M{x:.1f} {TOP}V{bottom}"/>')
         # Near the right edge the text would be cut: put it on the other side of the line.
-        near_edge = x > WIDTH * 0.6
+        size = 8.0 * len(mark.label)
+        near_edge = x + size > WIDTH
         anchor, dx = ("end", -5) if near_edge else ("start", max(5.0, end - x + 5))
+        begin = x + dx - (size if near_edge else 0)
+        # A label goes to the first line of text with room; where none has any, pointing at the line shows it.
+        row = next((i for i, until in enumerate(taken) if i >= mark.row and begin > until), None)
+        if row is None:
+            continue
+        taken[row] = begin + size
         body.append(
-            f'<text class="strong" x="{x + dx:.1f}" y="{TOP + 10}" text-anchor="{anchor}">{escape(mark.label)}</text>'
+            f'<text class="strong" x="{x + dx:.1f}" y="{TOP + 10 + 14 * row}" text-anchor="{anchor}">'
+            f"{escape(mark.label)}</text>"
         )
-    return _svg(height, label, body)
+    return body
 
 
 def histogram(
@@ -102,7 +146,7 @@ def histogram(
     counts = [0] * count
     for value in values:
         counts[value // width] += 1
-    bottom, scale_x, scale_y, body = _frame(width * count, max(counts), height, x_label)
+    bottom, scale_x, scale_y, body = frame(width * count, max(counts), height, x_label)
     for i, number in enumerate(counts):
         if number:
             x, end, y = scale_x(i * width), scale_x((i + 1) * width), scale_y(number)
@@ -111,16 +155,8 @@ def histogram(
                 f'height="{bottom - y:.1f}">'
                 f"<title>{i * width:,} to {(i + 1) * width - 1:,} tokens: {number:,} samples</title></rect>"
             )
-    previous = -1e9
-    for row, mark in enumerate(marks):
-        x = scale_x(mark.x)
-        # Labels that would touch the one before go one line lower.
-        y = TOP + 10 + (14 * row if x - previous < 90 else 0)
-        anchor, dx = ("end", -5) if x > WIDTH * 0.8 else ("start", 5)
-        body.append(f'<path class="mark {mark.css}" d="M{x:.1f} {TOP}V{bottom}"/>')
-        body.append(f'<text x="{x + dx:.1f}" y="{y}" text-anchor="{anchor}">{escape(mark.label)}</text>')
-        previous = x
-    return _svg(height, label, body)
+    body += _marked(marks, scale_x, bottom)
+    return drawing(height, label, body)
 
 
 def stacked_bars(
@@ -135,7 +171,7 @@ def stacked_bars(
     """Horizontal bars of (name, parts, text at the end), one per row, over one axis from 0."""
     top = max((sum(part.size for part in parts) for _, parts, _ in rows), default=0.0)
     marks = ticks(top)
-    end_text = 6.2 * max((len(text) for _, _, text in rows), default=0) + 12
+    end_text = 7.7 * max((len(text) for _, _, text in rows), default=0) + 12
     span = width - left - max(RIGHT, end_text)
     bottom = TOP / 2 + row_height * len(rows)
     axis_top = marks[-1] if marks[-1] <= top * 1.2 else top or 1.0
@@ -161,11 +197,15 @@ def stacked_bars(
             x += size
         body.append(f'<text class="strong" x="{x + 6:.1f}" y="{y + row_height * 0.66:.1f}">{escape(text)}</text>')
     body.append(f'<text x="{left + span:.1f}" y="{bottom + 29:.1f}" text-anchor="end">{escape(x_label)}</text>')
-    return _svg(bottom + 34, label, body, width)
+    return drawing(bottom + 34, label, body, width)
 
 
-def _frame(
-    x_top: float, y_top: float, height: float, x_label: str
+def frame(
+    x_top: float,
+    y_top: float,
+    height: float,
+    x_label: str,
+    x_ticks: Sequence[tuple[float, str]] | None = None,
 ) -> tuple[float, Callable[[float], float], Callable[[float], float], list[str]]:
     """Axes with ticks: the y of the zero line, the scales from data to picture, and the drawn elements."""
     y_marks, bottom = ticks(y_top), height - 36
@@ -183,8 +223,9 @@ def _frame(
         body.append(f'<path class="{"axis" if value == 0 else "grid"}" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         body.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
     body += [
-        f'<text x="{scale_x(value):.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{short(value)}</text>'
-        for value in ticks(x_top, 6)
+        f'<text x="{min(scale_x(value), WIDTH - 4 * len(text)):.1f}" y="{bottom + 15:.1f}" '
+        f'text-anchor="middle">{text}</text>'
+        for value, text in x_ticks or [(value, short(value)) for value in ticks(x_top, 6)]
         if value <= x_top * (1 + 1e-9)
     ]
     body.append(f'<text x="{WIDTH - RIGHT}" y="{bottom + 31:.1f}" text-anchor="end">{escape(x_label)}</text>')
@@ -200,7 +241,7 @@ def _visible(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return out + list(points[1:][-1:])
 
 
-def _svg(height: float, label: str, body: Sequence[str], width: float = WIDTH) -> str:
+def drawing(height: float, label: str, body: Sequence[str], width: float = WIDTH) -> str:
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label, quote=True)}">'
         + "".join(body)

@@ -93,6 +93,35 @@ def test_requests_that_hold_pages_do_not_block_each_other(one_head_fleet: Fleet)
     work.assert_same(work.collect(outcomes), want)
 
 
+def squeeze_ep(engine: Any, running: int | None) -> None:
+    """After a return to EP: all requests on rank 0, which runs so many at once, unchecked; None: back to normal."""
+    import moebius.engine.switch as switch
+
+    if running is None:
+        switch.Fit.refusal = engine.kept
+        engine.pair.ep.scheduler.max_num_running_reqs = engine.config.max_num_seqs
+        del engine.switcher.place
+        return
+    engine.kept = switch.Fit.refusal
+    switch.Fit.refusal = property(lambda self: None)
+    engine.switcher.place = lambda: dict.fromkeys(engine.pair.tp.scheduler.requests, 0)
+    engine.pair.ep.scheduler.max_num_running_reqs = running
+
+
+def test_requests_that_hold_pages_do_not_block_each_other_in_ep(one_head_fleet: Fleet) -> None:
+    """As above after a switch back: rank 0 is given 30 of 32 pages, and one request needs 14 in the end."""
+    sampling = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True, "logprobs": 0}
+    requests = [SampleRequest(SampleKey(p, 0), [5 + p] * 150, sampling, 100 + p) for p in range(3)]
+    want = work.collect(one_head_fleet.call(work.run, work.EP, per_rank=work.split(requests, 2)))
+    one_head_fleet.call(squeeze_ep, 1)
+    kept, one_head_fleet.timeout_s = one_head_fleet.timeout_s, 60
+    outcomes = one_head_fleet.call(work.run_alternating, [3, 6], per_rank=work.split(requests, 2))
+    one_head_fleet.timeout_s = kept
+    one_head_fleet.call(squeeze_ep, None)
+    assert outcomes[0].stats.switches[1].live_by_rank == [3, 0]
+    work.assert_same(work.collect(outcomes), want)
+
+
 def test_more_requests_than_tp_runs_at_once(one_head_fleet: Fleet) -> None:
     """Refused by the capacity check until few enough are left."""
     requests = long_requests(4, 20)

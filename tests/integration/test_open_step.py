@@ -94,9 +94,13 @@ def test_nothing_submitted(group: RolloutGroup) -> None:
 
 
 def test_an_error_of_the_caller_ends_the_step(group: RolloutGroup) -> None:
-    with pytest.raises(ZeroDivisionError), group.open_step() as step:
-        step.submit(PROMPTS, 2, {"max_tokens": 200, "ignore_eos": True})
-        raise ZeroDivisionError
+    def broken() -> None:
+        with group.open_step() as step:
+            step.submit(PROMPTS, 2, {"max_tokens": 200, "ignore_eos": True})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
     assert len(group.generate(PROMPTS, 1, {"max_tokens": 2})) == len(PROMPTS)
 
 

@@ -43,14 +43,19 @@ def expected(
     )
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("names", ["per expert", "mixtral", "fused"])
 @pytest.mark.parametrize(("first", "held"), [(0, 4), (0, 2), (2, 2), (3, 1)])
 def test_every_expert_of_the_rank_arrives(
-    checkpoint: dict[str, torch.Tensor], first: int, held: int, fused: bool
+    checkpoint: dict[str, torch.Tensor], first: int, held: int, names: str
 ) -> None:
     w13, w2 = slots(held)
     writer = ExpertWriter(w13, w2, LAYERS, first)
-    if fused:
+    if names == "mixtral":
+        short = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+        for name, tensor in checkpoint.items():
+            head, proj, tail = name.replace(".mlp.", ".block_sparse_moe.").rsplit(".", 2)
+            assert writer.write(f"{head}.{short[proj]}.{tail}", tensor)
+    elif names == "fused":
         for layer in LAYERS:
             gate_up, down = expected(checkpoint, layer, 0, EXPERTS)
             assert writer.write(f"model.layers.{layer}.mlp.experts.gate_up_proj", gate_up)
@@ -66,6 +71,12 @@ def test_every_expert_of_the_rank_arrives(
 def test_other_weights_are_left_to_the_loader() -> None:
     w13, w2 = slots(4)
     writer = ExpertWriter(w13, w2, LAYERS, 0)
-    for name in ("model.layers.1.mlp.gate.weight", "model.layers.1.self_attn.q_proj.weight", "lm_head.weight"):
+    for name in (
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.shared_experts.gate_proj.weight",
+        "model.layers.1.mlp.shared_expert.down_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "lm_head.weight",
+    ):
         assert not writer.write(name, torch.zeros(1))
     assert all(torch.isnan(t).all() for t in (*w13, *w2))

@@ -98,6 +98,8 @@ def test_dense_layers_are_left_out(changes: dict[str, Any], expected: tuple[int,
         ({"hidden_size": None}, 2, "positive integer 'hidden_size'"),
         ({"moe_layer_freq": [1, 1]}, 2, "2 entries for 48 layers"),
         ({}, 0, "at least one rank"),
+        ({"shared_expert_intermediate_size": 5633}, 2, "shared_expert_intermediate_size 5633"),
+        ({"mlp_only_layers": [0], "intermediate_size": 6145}, 2, "^intermediate_size 6145"),
     ],
 )
 def test_refuses_in_words(changes: dict[str, Any], ranks: int, words: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from moebius.engine import vllm_patches
+from moebius.engine.layout import Layout
+from moebius.engine.memory import SlotSizes, UnifiedBuffer
 from moebius.engine.vllm_patches import PatchError
 
 
@@ -82,3 +84,31 @@ def test_swapped_requests_keep_their_masks() -> None:
     vllm_patches._swapped_allowed_ids_rows(upstream)(batch, 0, 1)
     assert batch.allowed_token_ids_mask_cpu_tensor is not None
     assert batch.allowed_token_ids_mask_cpu_tensor.tolist() == [[False, True], [True, False]]
+
+
+class Experts(torch.nn.Module):
+    layer_name = "model.layers.0.mlp.experts"
+
+
+def create_expert_weights(gate_and_up: bool, has_bias: bool, slot_bytes: int) -> Experts:
+    """vLLM's own method, through the change, into one slot of `slot_bytes`: 2 experts, hidden 8, width 4, fp32."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    create = vllm_patches._expert_parameters_in_slots(UnquantizedFusedMoEMethod.create_weights)
+    method = types.SimpleNamespace(moe=types.SimpleNamespace(is_act_and_mul=gate_and_up, has_bias=has_bias))
+    layer = Experts()
+    buffer = UnifiedBuffer(SlotSizes(1, slot_bytes, 1, 64), torch.device("cpu"))
+    with vllm_patches.binding(buffer, Layout.EP) as bound:
+        create(method, layer, 2, 8, 4, torch.float32)
+    assert bound.expert_modules == [layer]
+    assert all(buffer.owns(parameter) for parameter in layer.parameters())
+    return layer
+
+
+def test_experts_that_a_switch_cannot_move_are_refused() -> None:
+    slot_bytes = 2 * 3 * 8 * 4 * 4
+    assert create_expert_weights(True, False, slot_bytes).w2_weight.shape == (2, 8, 4)
+    with pytest.raises(PatchError, match=r"w13_bias, w2_bias besides.*without biases"):
+        create_expert_weights(True, True, slot_bytes)
+    with pytest.raises(PatchError, match=f"take 512 bytes, their slot has {slot_bytes}"):
+        create_expert_weights(False, False, slot_bytes)  # no gate projection

@@ -184,3 +184,58 @@ def test_shared_experts_are_ordinary_weights():
     name = "l.mlp.shared_experts.gate_proj.weight"
     [(got, tensor)] = expected.normalise(name, torch.ones(8, 16))
     assert got == name and tensor.shape == (8, 16)
+
+
+def make_mixtral_config() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=EXPERTS,
+    )
+
+
+def test_mixtral_may_be_sent_by_module_and_by_checkpoint_names(tmp_path):
+    """The checkpoint's names are those that transformers writes."""
+    from safetensors.torch import load_file
+    from transformers import MixtralForCausalLM
+
+    model = MixtralForCausalLM(make_mixtral_config())
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert f"model.layers.1.block_sparse_moe.experts.{EXPERTS - 1}.w3.weight" in saved
+    expected = ExpectedWeights.from_model(str(tmp_path))
+    for sent in (saved, dict(model.state_dict())):
+        session = WeightSession(expected)
+        got = send(session, sent)
+        session.finish()
+        assert got.keys() == saved.keys()
+        assert all(torch.equal(got[name], saved[name]) for name in got)
+
+
+def test_mistakes_in_mixtral_names_are_found():
+    session = WeightSession(ExpectedWeights.from_hf_config(make_mixtral_config()))
+    block = "model.layers.0.block_sparse_moe.experts"
+    with pytest.raises(ValueError, match=r"expected shape \[16, 8\], got \[8, 16\]"):
+        session.accept(f"{block}.0.w2.weight", torch.zeros(WIDTH, HIDDEN))
+    with pytest.raises(ValueError, match="not part of this model"):
+        session.accept(f"{block}.0.w4.weight", torch.zeros(WIDTH, HIDDEN))
+    session.accept(f"{block}.0.w1.weight", torch.zeros(WIDTH, HIDDEN))
+    with pytest.raises(ValueError, match="sent twice"):
+        session.accept(f"{BLOCK}.gate_up_proj", torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN))
+
+
+def test_a_family_without_known_expert_names_is_refused():
+    from transformers import GraniteMoeConfig
+
+    config = GraniteMoeConfig(
+        vocab_size=64, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"'granitemoe'.*experts cannot be updated"):
+        ExpectedWeights.from_hf_config(config)

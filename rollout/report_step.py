@@ -1,0 +1,168 @@
+"""The card of one step in the HTML report: its charts, its switches, and what the policy decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from moebius.rollout.report_lifelines import lifelines, spans
+from moebius.rollout.report_parts import PART_CSS, figure, fitted, fold, legend, parts_of, seconds, size, table
+from moebius.rollout.report_types import DecisionEntry, StepReport, SwitchEntry, TimelinePoint
+from moebius.rollout.svg import (
+    Band,
+    Mark,
+    Part,
+    background,
+    drawing,
+    frame,
+    histogram,
+    lines,
+    short,
+    stacked_bars,
+)
+from moebius.rollout.timeline import thin
+
+PHASE_CHARTS = 2  # switches of a step drawn by phase; all of them are in the table of switches
+LIFELINES = 190  # lines drawn: one per unit of the drawing's height, more could not be told apart
+DECISIONS = 24
+
+
+def step_card(report: StepReport, limit: int, *, is_open: bool) -> str:
+    """A step with at most `limit` points of its timeline drawn."""
+    series = thin(report.timeline, limit)
+    marks = [Mark(s.t, s.t + s.pause_ms / 1e3, f"to {s.to}, {s.live:,} live") for s in report.switches]
+    bands = [Band(s.start, s.end, _css(s.layout)) for s in spans(report.timeline)]
+    end = max([report.durations_s.total, *(p.t for p in series)])
+    charts = [
+        figure("Live samples", _live_chart(series, marks, bands, end), "over all ranks, after each iteration"),
+        figure("Output tokens per second", _rate_chart(series, marks, end), "over all ranks, by iteration"),
+        _lifeline_figure(report, bands, end),
+        figure("Output lengths", _length_chart(report), "samples by output tokens"),
+    ]
+    charts += [
+        figure(f"Switch to {s.to} at {s.t:.2f} s", _phase_chart(s), _switch_note(s))
+        for s in report.switches[:PHASE_CHARTS]
+    ]
+    row = [("", parts_of(report), "")]
+    bar = fitted(lambda width: stacked_bars(row, label="Time by part", x_label="seconds", left=8, width=width))
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in report.counts.finish_reasons.items() if count)
+    refused = "".join(f"<li>at {c.t:.2f} s with {c.live} live: {escape(c.reason)}</li>" for c in report.cancelled)
+    return (
+        f'<details class="card"{" open" if is_open else ""}><summary><h2>Step {report.step}</h2>'
+        f"<span>{seconds(report.durations_s.total)} · {short(report.tokens_per_s)} tok/s · "
+        f"{report.counts.samples:,} samples ({escape(reasons)})</span></summary>{legend()}{bar}"
+        f'<div class="charts">{"".join(charts)}</div>'
+        + (f"<h3>Switches refused</h3><ul>{refused}</ul>" if refused else "")
+        + _decisions(report.decisions)
+        + f"<footer>{escape(report.created)} · policy version {report.policy_version}</footer></details>"
+    )
+
+
+def _css(layout: str) -> str:
+    return PART_CSS["burst" if layout == "EP" else "tail"]
+
+
+def _by_layout(series: Sequence[TimelinePoint], values: Sequence[float]) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Runs of points of one layout as line series (css class, points)."""
+    runs: list[tuple[str, list[tuple[float, float]]]] = []
+    for i, (point, value) in enumerate(zip(series, values, strict=True)):
+        if i == 0 or point.layout != series[i - 1].layout:
+            runs.append((_css(point.layout), []))
+        runs[-1][1].append((point.t, value))
+    return runs
+
+
+def _live_chart(series: Sequence[TimelinePoint], marks: Sequence[Mark], bands: Sequence[Band], end: float) -> str:
+    return lines(
+        _by_layout(series, [float(p.live) for p in series]),
+        marks=marks,
+        bands=bands,
+        x_label="seconds since the step began",
+        label="Live samples over time",
+        x_top=end,
+        y_top=max((p.live for p in series), default=0),
+    )
+
+
+def _rate_chart(series: Sequence[TimelinePoint], marks: Sequence[Mark], end: float) -> str:
+    rates = [p.tokens / (p.iteration_ms * p.iterations / 1e3) if p.iteration_ms > 0 else 0.0 for p in series]
+    return lines(
+        _by_layout(series, rates),
+        marks=marks,
+        x_label="seconds since the step began",
+        label="Tokens per second over time",
+        x_top=end,
+        y_top=max(rates, default=0.0),
+    )
+
+
+def _lifeline_figure(report: StepReport, bands: Sequence[Band], end: float) -> str:
+    found, total = lifelines(report), len(report.samples)
+    if found is None:
+        why = "not drawn: samples joined while the step ran, and the report has no times by sample"
+        return figure("Sample lifelines", "", why if total else "not drawn: there are no samples")
+    # Rank by rank, the longest first, so that a rank with long samples stands out.
+    order = np.lexsort((-found.end, np.array([sample.rank for sample in report.samples])))
+    count = max(16, min(LIFELINES, total, 1200 // max(1, len(bands)))) if total > 16 else total
+    drawn = order[np.linspace(0, total - 1, count).round().astype(int)]
+    bottom, scale_x, _, body = frame(end, 0, 190.0 + 36, "seconds since the step began")
+    body = [element for element in body if 'text-anchor="end"' not in element or "seconds" in element]
+    body[:0] = background(bands, scale_x, bottom)
+    top = 16.0
+    gap = (bottom - top) / count
+    paths: dict[str, list[str]] = {}
+    for row, i in enumerate(drawn):
+        y = top + (row + 0.5) * gap
+        for band in bands:
+            begin, until = max(found.start[i], band.x), min(found.end[i], band.x_end)
+            if until > begin:
+                paths.setdefault(band.css, []).append(f"M{scale_x(begin):.1f} {y:.1f}H{scale_x(until):.1f}")
+    width = f' style="stroke-width:{gap * 0.6:.1f}"' if gap > 1.6 else ""
+    body += [f'<path class="life {css}"{width} d="{"".join(parts)}"/>' for css, parts in sorted(paths.items())]
+    body.append(f'<text x="46" y="{top + 10}" text-anchor="end">rank 0</text>')
+    if report.ranks > 1:
+        body.append(f'<text x="46" y="{bottom - 2:.1f}" text-anchor="end">rank {report.ranks - 1}</text>')
+    number = f"{total:,} samples" if count == total else f"{count} of {total:,} samples"
+    return figure("Sample lifelines", drawing(226.0, "Lifelines of samples", body), f"{number}; {found.note}")
+
+
+def _length_chart(report: StepReport) -> str:
+    lengths = [s.output_tokens for s in report.samples]
+    marks = []
+    if lengths:
+        p50, p99 = (float(v) for v in np.percentile(lengths, [50, 99]))
+        marks = [Mark(p50, p50, f"median {p50:,.0f}", "note"), Mark(p99, p99, f"p99 {p99:,.0f}", "note")]
+    return histogram(lengths, x_label="output tokens", label="Histogram of output lengths", marks=marks)
+
+
+def _phase_chart(switch: SwitchEntry) -> str:
+    phases = switch.phases_ms.model_dump()
+    rows = [(name, [Part(ms, "switch", f"{name}: {ms:.2f} ms")], f"{ms:,.2f}") for name, ms in phases.items()]
+    return stacked_bars(rows, label="Switch phases", x_label="ms, longest over the ranks", left=72, row_height=17.5)
+
+
+def _switch_note(s: SwitchEntry) -> str:
+    return (
+        f"pause {s.pause_ms:,.1f} ms · {s.live} live ({', '.join(map(str, s.live_by_rank))} by rank) · "
+        f"experts {size(s.expert_bytes)}, KV {size(s.kv_bytes)} sent · "
+        f"KV pages {100 * s.kv_use_before:.0f} % → {100 * s.kv_use_after:.0f} %"
+    )
+
+
+def _decisions(decisions: Sequence[DecisionEntry]) -> str:
+    if not decisions:
+        return ""
+    rows = [
+        [d.target or "stay", d.reason, d.outcome or "-", ", ".join(f"{k} {_value(v)}" for k, v in d.inputs.items())]
+        for d in decisions[-DECISIONS:]
+    ]
+    more = f", the last {DECISIONS} shown" if len(decisions) > DECISIONS else ""
+    return fold(
+        f"Policy decisions: {len(decisions)}{more}", table(["target", "reason", "outcome", "inputs"], rows, (1, 3))
+    )
+
+
+def _value(value: float | int | str) -> str:
+    return f"{value:,.5g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
