@@ -94,6 +94,7 @@ class MoebiusEngine:
         """
         if self._broken or self._problem:
             self.clear_aborts()
+            self.inbox.clear()
             raise EngineDirty(self._broken or self._problem)
         started = time.perf_counter()
         stats = StepStats(rank=self.rank, world_size=self.world_size, admitted=len(requests))
@@ -120,6 +121,7 @@ class MoebiusEngine:
             stats.decisions = step.decisions()
             forget_finished(self.pair.active)
         except (RequestRefused, PolicyRefused):
+            self.inbox.clear()
             raise  # nothing was started on any rank
         except BaseException as error:
             self._broken = f"the last step broke off ({type(error).__name__}: {error}): restart the group"

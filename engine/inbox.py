@@ -48,6 +48,12 @@ class Inbox:
         with self._lock:
             self._open = self._filling = False
 
+    def clear(self) -> None:
+        """Close, and forget what was handed in: the step it was for will not be."""
+        with self._lock:
+            self._requests = []
+            self._open = self._filling = False
+
     def take(self) -> Taken:
         """What was handed in since the last call."""
         with self._lock:

@@ -202,9 +202,8 @@ def plans(draw: st.DrawFn) -> list[Plan]:
                 plan.aborts[moment] = draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3))
         if draw(st.integers(0, 9)) == 0:
             plan.aborts[draw(st.sampled_from(["switch", "4", "9"]))] = None
-        known = {r.key for p in out for r in p.first}
-        plan.first = [r for r in (one() for _ in range(draw(st.integers(0, 3)))) if r.key.prompt != 1000]
-        plan.first = [r for r in plan.first if r.key not in known]
+        first = [one() for _ in range(draw(st.integers(0, 3)))]
+        plan.first = list({r.key: r for r in first if r.key.prompt != 1000}.values())
     return out
 
 
@@ -390,6 +389,13 @@ def test_predictive_policy_without_costs_is_refused_and_the_engine_goes_on(
     plain_step(storm_fleet, work.TP, reference)
 
 
+def refuse_with_full_inbox(engine: Any, policy: PolicyConfig, plan: Plan) -> None:
+    """A step that is refused when requests have been handed in for it already."""
+    engine.inbox.open()
+    engine.inbox.submit(plan.waves[0][1])
+    work.run(engine, policy, plan.first)
+
+
 def test_refused_at_the_start_of_a_step_in_tp(storm_fleet: Fleet, reference: dict[int, Any]) -> None:
     stay = PolicyConfig(kind="interactive", threshold=100, window=1, cooldown_s=0.0)
     for rank in (0, 1):
@@ -397,8 +403,9 @@ def test_refused_at_the_start_of_a_step_in_tp(storm_fleet: Fleet, reference: dic
         prompt, sampling = INVALID[rank]
         parts = [POOL[0:2], POOL[2:4]]
         parts[rank] = [*parts[rank], SampleRequest(SampleKey(1000, 0), prompt, sampling, 1)]
+        plans = [Plan(first=part, waves=[(0, POOL[20:22])]) for part in parts]
         with pytest.raises(RankError, match="prompt 1000, sample 0") as error:
-            storm_fleet.call(work.run, stay, per_rank=[(part,) for part in parts])
+            storm_fleet.call(refuse_with_full_inbox, stay, per_rank=[(plan,) for plan in plans])
         assert error.value.kind == "RequestRefused"
         assert storm_fleet.call(left_behind) == [[], []]
         plain_step(storm_fleet, stay, reference)
