@@ -48,6 +48,7 @@ class OpenStep:
         self._group, self._ranks, self._serial, self._refs = group, ranks, serial, refs
         self._prompts: list[_Submitted] = []
         self._load = [0] * len(ranks.handles)  # unfinished samples by rank that they were given to
+        self._sent = [0] * len(ranks.handles)  # samples given to each rank
         self._given: dict[SampleKey, int] = {}
         self._results: list[list[SampleResult]] = [[] for _ in ranks.handles]
         self._outcomes: list[StepOutcome] | None = None
@@ -78,6 +79,7 @@ class OpenStep:
         for handle, part in zip(self._ranks.handles, parts, strict=True):
             if part:
                 handle.submit.remote(self._serial, part)
+        self._sent = [sent + len(part) for sent, part in zip(self._sent, parts, strict=True)]
         if self._expected is not None and len(self._given) >= self._expected:
             self._ranks.tell("filled", self._serial)
             self._expected = None
@@ -118,7 +120,8 @@ class OpenStep:
         if not self._closed:
             self._closed = True
             try:
-                self._ranks.tell("close_step", self._serial)
+                for handle, sent in zip(self._ranks.handles, self._sent, strict=True):
+                    handle.close_step.remote(self._serial, sent)
                 self._end()
             finally:
                 self._release()

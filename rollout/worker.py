@@ -133,6 +133,8 @@ class RankWorker:
         self._early_aborts: list[tuple[int, list[SampleKey] | None]] = []
         self._early: list[tuple[int, Callable[[MoebiusEngine], None]]] = []
         self._finished: deque[SampleResult] = deque()
+        self._received = 0  # requests of the open step
+        self._awaited: int | None = None  # how many it gets in all, once that is known
         self._abort_lock = threading.Lock()
 
     def host(self) -> RankHost:
@@ -183,6 +185,7 @@ class RankWorker:
                 early, self._early = self._early, []
                 if is_open:
                     self._finished.clear()  # of a step that was lost
+                    self._received, self._awaited = 0, None
                     engine.inbox.open()
                     for tag, call in early:
                         if tag == serial:
@@ -200,15 +203,30 @@ class RankWorker:
 
     def submit(self, serial: int, requests: Sequence[SampleRequest]) -> None:
         """Hand requests to open step `serial`; they wait for it if it has not begun here."""
-        self._to_open_step(serial, lambda engine: engine.inbox.submit(requests))
+
+        def submit(engine: MoebiusEngine) -> None:
+            engine.inbox.submit(requests)
+            self._received += len(requests)
+            self._close_if_complete(engine)
+
+        self._to_open_step(serial, submit)
 
     def filled(self, serial: int) -> None:
         """The burst of open step `serial` has been submitted, on all ranks."""
         self._to_open_step(serial, lambda engine: engine.inbox.filled())
 
-    def close_step(self, serial: int) -> None:
-        """No more requests will come to open step `serial`."""
-        self._to_open_step(serial, lambda engine: engine.inbox.close())
+    def close_step(self, serial: int, requests: int) -> None:
+        """Open step `serial` gets `requests` here in all. It closes when they have come: calls may overtake."""
+
+        def close(engine: MoebiusEngine) -> None:
+            self._awaited = requests
+            self._close_if_complete(engine)
+
+        self._to_open_step(serial, close)
+
+    def _close_if_complete(self, engine: MoebiusEngine) -> None:
+        if self._awaited is not None and self._received >= self._awaited:
+            engine.inbox.close()
 
     def take_results(self, serial: int) -> list[SampleResult]:
         """Results of the open step since the last call; answers while it runs."""

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from moebius.engine.config import EngineConfig
-from moebius.engine.types import SampleKey, StepOutcome, StepStats
+from moebius.engine.inbox import Inbox
+from moebius.engine.types import SampleKey, SampleRequest, StepOutcome, StepStats
 from moebius.rollout.worker import EngineError, Progress, RankSetup, RankWorker, rank_environment
 
 
@@ -22,8 +23,9 @@ class SlowEngine:
         self.aborts: list[Any] = []
         self.seen: list[list[Any]] = []  # aborts in force, by step
         self.threads: set[str] = set()
+        self.inbox = Inbox()
 
-    def run_step(self, requests: list[Any], on_iteration: Any) -> StepOutcome:
+    def run_step(self, requests: list[Any], on_iteration: Any, on_results: Any = None) -> StepOutcome:
         self.threads.add(threading.current_thread().name)
         on_iteration(1, 5, "EP", 3)
         on_iteration(2, 4, "TP", 4)
@@ -138,3 +140,32 @@ def test_importing_it_does_not_import_vllm(module, forbidden):
     code = f"import sys, moebius.rollout.{module}; print([m for m in {forbidden} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def request(number: int) -> SampleRequest:
+    return SampleRequest(SampleKey(number, 0), [1], {}, 0)
+
+
+@pytest.mark.parametrize("order", ["submitted first", "closed first", "before the step"])
+def test_a_step_closes_when_all_requests_have_come(worker, engine, order):
+    """Ray may run `close_step` before a `submit` that was sent earlier, and both before the step."""
+    first, second = [request(0)], [request(1), request(2)]
+    if order == "before the step":
+        worker.close_step(1, 3)
+        worker.submit(1, first)
+    thread = threading.Thread(target=worker.run_step, args=(1, [], True))
+    thread.start()
+    assert engine.started.wait(10)
+    if order == "submitted first":
+        worker.submit(1, first)
+        worker.submit(1, second)
+        worker.close_step(1, 3)
+    else:
+        if order == "closed first":
+            worker.close_step(1, 3)
+            worker.submit(1, first)
+        assert engine.inbox.take().is_open, "two requests are missing"
+        worker.submit(1, second)
+    assert not engine.inbox.take().is_open
+    engine.finish.set()
+    thread.join()
