@@ -96,14 +96,13 @@ class RequestFront:
         """Leave a result that says why there is none."""
         self._add(SampleResult(request.key, [], None, None, "error", reason, self.policy_version, self.rank))
 
-    def forget_all(self) -> list[str]:
-        """Drop every unfinished request without a result; returns their ids, for the core."""
+    def forget_all(self) -> None:
+        """Drop every request without a result; for those that no core has been given."""
         ids = list(self._keys)
         self._keys.clear()
         self._asked.clear()
         self._taken.clear()
         self._front.output_processor.abort_requests(ids, internal=True)
-        return ids
 
     def deliver(self, outputs: Any) -> tuple[int, list[str]]:
         """Process a core's outputs; returns tokens of own requests, and own requests that met a stop string.

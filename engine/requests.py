@@ -71,8 +71,6 @@ class RequestBatch:
 class Placement:
     """Where the KV of imported requests goes: entry i is one page. All int64, the same on every rank."""
 
-    requests: list[str]  # in the order of admission
-    request: np.ndarray  # index into `requests`
     owner: np.ndarray  # rank whose EP pool holds the source page
     source: np.ndarray  # page id in that pool
     target: np.ndarray  # page id in this core's pool
@@ -270,8 +268,6 @@ def import_requests(
         start += count
     sources = [readers[rank].pages(row) for rank, row in order]
     return Placement(
-        requests=[batches[rank].ids[row] for rank, row in order],
-        request=np.repeat(np.arange(len(order)), page_counts),
         owner=np.repeat(_array(rank for rank, _ in order), page_counts),
         source=np.concatenate([np.empty(0, np.int64), *sources]),
         target=_array(block.block_id for block in blocks),

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from moebius.rollout.compare import FIELDS, Comparison, compare, load_runs, median_speedup
 from moebius.rollout.compare_svg import CHART_CSS, bar_chart, colour_of
+from moebius.rollout.report_files import save_figure
 from moebius.rollout.report_style import CSS
 
 NONE = "-"
@@ -201,11 +202,8 @@ def _write_png(found: Comparison, path: Path) -> bool:
     ]
     axes.legend(handles=keys, frameon=False, fontsize=8, ncols=len(keys), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.tight_layout()
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
     try:
-        figure.savefig(temporary)
-        os.replace(temporary, path)
+        save_figure(figure, path)
     finally:
-        temporary.unlink(missing_ok=True)
         pyplot.close(figure)
     return True

@@ -167,15 +167,20 @@ def write_png(reports: Sequence[StepReport], path: Path) -> bool:
         last = reports[-1]
         figure.suptitle(f"{last.model}, {last.ranks} ranks on {last.device}", fontsize=10)
         figure.tight_layout()
-        temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
-        try:
-            figure.savefig(temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_figure(figure, path)
     finally:
         pyplot.close(figure)
     return True
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as PNG under another name first, so that no reader sees half a picture."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    try:
+        figure.savefig(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _draw_steps(axes: Any, reports: Sequence[StepReport]) -> None:
