@@ -48,10 +48,10 @@ class MemoryAccount:
     device: str  # "cpu" | "cuda"
     device_bytes: int  # the device has
     used_bytes: int  # of them are in use, on CUDA by whatever process
-    torch_allocated_bytes: int | None  # by tensors; None on CPU
-    torch_reserved_bytes: int | None  # by torch's allocator; None on CPU
+    torch_allocated_bytes: int | None  # by torch's tensors, without a buffer in virtual memory; None on CPU
+    torch_reserved_bytes: int | None  # by torch's allocator, likewise; None on CPU
     expert_bytes: int  # slots of one layout's experts
-    expert_spare_bytes: int  # the slot that lets layers shift
+    expert_spare_bytes: int  # the slot that lets layers shift, and what rounds the region up
     kv_bytes: int
     kv_spare_bytes: int
     parameter_bytes: dict[str, Held] = field(default_factory=dict)  # by KINDS; all but the experts, and buffers
@@ -109,10 +109,8 @@ def table(account: MemoryAccount) -> str:
 
 def memory_account(pair: RuntimePair, startup: Startup, rank: int) -> MemoryAccount:
     """The account of this rank's memory now. Graphs are those of `startup`, which vLLM measures at capture."""
-    from moebius.engine.memory import ALIGNMENT
-
     sizes = pair.buffer.sizes
-    expert, kv = (-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in (sizes.expert_bytes, sizes.kv_bytes))
+    expert, kv = sizes.expert_layers * sizes.expert_stride, sizes.kv_layers * sizes.kv_stride
     graphs = {built.layout: built.graph_bytes for built in startup.runtimes}
     total, used, allocated, reserved = _device(pair.buffer.storage.device)
     ep, tp = (_parameters(runtime, pair) for runtime in (pair.ep, pair.tp))
@@ -123,10 +121,10 @@ def memory_account(pair: RuntimePair, startup: Startup, rank: int) -> MemoryAcco
         used_bytes=used,
         torch_allocated_bytes=allocated,
         torch_reserved_bytes=reserved,
-        expert_bytes=sizes.expert_layers * expert,
-        expert_spare_bytes=expert,
-        kv_bytes=sizes.kv_layers * kv,
-        kv_spare_bytes=kv,
+        expert_bytes=expert,
+        expert_spare_bytes=sizes.expert_region - expert,
+        kv_bytes=kv,
+        kv_spare_bytes=sizes.kv_region - kv,
         parameter_bytes={kind: split(ep[kind], tp[kind]) for kind in KINDS if ep[kind] or tp[kind]},
         workspace_bytes=split(_workspace(pair.ep), _workspace(pair.tp)),
         graph_bytes=Held(ep=graphs.get("EP", 0), tp=graphs.get("TP", 0)),
@@ -172,6 +170,11 @@ def _workspace(runtime: Runtime) -> list[Interval]:
     # None on CPU, which has no workspace manager; a manager holds None where nothing was asked for yet.
     held: list[Any] = getattr(runtime.workspace, "_current_workspaces", [])
     return [_interval(tensor) for tensor in held if tensor is not None]
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory in use: of a GPU by whatever process, on CPU by this one."""
+    return _device(device)[1]
 
 
 def _device(device: torch.device) -> tuple[int, int, int | None, int | None]:

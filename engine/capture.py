@@ -27,7 +27,8 @@ def capture_sizes(layout: Layout, config: EngineConfig) -> list[int]:
 
 def _limit(layout: Layout, config: EngineConfig) -> int:
     if layout is Layout.TP:
-        if config.policy.kind == "rollout":
+        # A threshold that is yet to be measured may be any.
+        if config.policy.kind == "rollout" and config.policy.threshold_source == "given":
             return config.policy.threshold
         if config.policy.kind == "static_ep":
             return _NEVER_RUN

@@ -34,8 +34,20 @@ class PolicyConfig(BaseModel):
     cooldown_s: float = Field(5.0, ge=0, description="interactive: C, seconds from a switch or refusal to the next.")
     at_iteration: int = Field(0, ge=0, description="scheduled: to TP before this iteration of the step.")
     back_at_iteration: int | None = Field(None, ge=1, description="scheduled: and back to EP before this one.")
+    prepare_margin: float = Field(
+        0.25, ge=0, description="rollout, predictive: prepare a switch at live samples of (1 + margin) * threshold."
+    )
+    prepare_iterations: PositiveInt = Field(8, description="scheduled: prepare so many iterations before the switch.")
     cooldown_iterations: int = Field(32, ge=1, description="Iterations to wait after a cancelled switch.")
-    costs: str | None = Field(None, description="File of `moebius calibrate`; for predictive and threshold_source.")
+    costs: str | None = Field(
+        "auto",
+        description="What iterations and switches cost. auto: from the cache, or measured at start (and cached) when "
+        "the policy needs them, as predictive and threshold_source: calibrated do; else a file of `moebius calibrate`; "
+        "null: none.",
+    )
+    costs_cache: str | None = Field(
+        None, description="costs: auto: folder of the cache; None: moebius/costs in $XDG_CACHE_HOME or ~/.cache."
+    )
     every: PositiveInt = Field(16, description="predictive: most iterations between two forecasts.")
 
     @model_validator(mode="after")
@@ -48,6 +60,16 @@ class PolicyConfig(BaseModel):
         if self.back_at_iteration is not None and self.back_at_iteration <= self.at_iteration:
             raise ValueError(f"back_at_iteration={self.back_at_iteration} must come after at_iteration")
         return self
+
+    @property
+    def costs_file(self) -> str | None:
+        """The file of costs, if one is named."""
+        return None if self.costs == "auto" else self.costs
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the policy cannot decide, or has no threshold, without costs."""
+        return self.kind == "predictive" or self.threshold_source == "calibrated"
 
     @property
     def low(self) -> float:
@@ -87,6 +109,14 @@ class EngineConfig(BaseModel):
     block_size: PositiveInt = Field(16, description="Tokens per KV page.")
     kv_cache_bytes: PositiveInt = Field(1 << 30, description="KV memory per rank in bytes, without the spare slot.")
     enable_prefix_caching: bool = True
+    routed_experts: bool = Field(
+        False, description="Return which experts every token went to, layer by layer, for replay in training."
+    )
+    park_keeps_kv: bool = Field(
+        False,
+        description="Parked samples keep their KV pages, also over a weight update, whose KV then comes from older "
+        "weights; false: their KV is computed again.",
+    )
     enforce_eager: bool = False
     capture_sizes: list[PositiveInt] | None = Field(
         None, min_length=1, description="Batch sizes of CUDA graphs in both layouts; None: chosen from the policy."
@@ -100,9 +130,20 @@ class EngineConfig(BaseModel):
         True, description="vLLM's all-reduce over peer memory in TP; off where peers cannot map each other's memory."
     )
     mover: Literal["auto", "direct", "collective"] = Field(
-        "collective",
+        "auto",
         description="How a switch moves bytes. collective: NCCL, on CPU gloo. direct: on GPUs, writes into the peers' "
-        "memory over NVLink (not run on GPUs yet). auto: direct where ranks can map each other's memory.",
+        "memory over NVLink. auto: direct where ranks can map each other's memory.",
+    )
+    prepare: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Send expert bytes ahead while EP still decodes, into KV pages that are free, so that a switch to "
+        "TP pauses less. auto: where the mover can do it beside the model and KV memory suffices; on: always, or "
+        "refuse to start.",
+    )
+    memory: Literal["auto", "virtual", "plain"] = Field(
+        "auto",
+        description="Memory of experts and KV on GPUs. virtual: can be given back and returned at the same addresses, "
+        "as sleep needs; plain: one allocation; auto: virtual where devices and ranks can do it.",
     )
     async_scheduling: bool = Field(
         True, description="Schedule the next iteration while the last one runs (vLLM's default on GPUs)."

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +71,13 @@ class CostModel(BaseModel):
             if not any(point.layout is layout for point in self.points):
                 raise ValueError(f"no point of layout {layout.value}: costs need both layouts, calibrate again")
         return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> CostModel:
+        """As pydantic's, but what was computed from the old values does not go along."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("_curves", "_switch_fit"):
+            copy.__dict__.pop(name, None)
+        return copy
 
     # ---- iterations -----------------------------------------------------------------------------------------------
 
@@ -183,11 +190,20 @@ class _Curve:
         for point in points:
             rows.setdefault(point.batch, []).append(point)
         batches = sorted(rows)
-        known = {batch: slope for batch in batches if (slope := _slope(rows[batch])) is not None}
+        known = {batch: found for batch in batches if (found := _slope(rows[batch])) is not None}
         log_batch = np.log(np.asarray(batches, dtype=np.float64))
         if known:
+            # Small batches hold so little KV that reading it is lost in the noise of their times, which contexts beyond
+            # the measured ones would multiply: each goes by all together, the more the less its own times can tell.
+            told = {batch: batch * batch * spread for batch, (_, spread) in known.items()}
+            pooled = sum(told[batch] * slope / batch for batch, (slope, _) in known.items()) / sum(told.values())
+            doubt = sum(told.values()) / len(told)
+            rates = [
+                max(0.0, (told[batch] * slope / batch + doubt * pooled) / (told[batch] + doubt))
+                for batch, (slope, _) in known.items()
+            ]
             # A batch of one context reads its KV as fast as its neighbours do.
-            per_token = np.interp(log_batch, np.log(list(known)), [slope / batch for batch, slope in known.items()])
+            per_token = np.interp(log_batch, np.log(list(known)), rates)
         else:
             per_token = np.full(len(batches), assumed)
         base = [
@@ -202,13 +218,14 @@ class _Curve:
         self.slope = max(0.0, float(rise))
 
 
-def _slope(points: Sequence[CostPoint]) -> float | None:
-    """Least-squares ms per token of context, at least 0; None where all points have one context."""
+def _slope(points: Sequence[CostPoint]) -> tuple[float, float] | None:
+    """Least-squares ms per token of context, and the contexts' sum of squares; None where all have one context."""
     context = np.asarray([point.context for point in points])
     spread = context - context.mean()
     if not spread.any():
         return None
-    return max(0.0, float((spread * [point.ms for point in points]).sum() / (spread * spread).sum()))
+    squares = float((spread * spread).sum())
+    return float((spread * [point.ms for point in points]).sum()) / squares, squares
 
 
 def largest_of(count: int) -> float:

@@ -87,6 +87,8 @@ class LiveWeightExperts:
             routed_scaling_factor=routed_scaling_factor,
             e_score_correction_bias=e_score_correction_bias,
         )
+        if (note := getattr(layer, "note_routes", None)) is not None:
+            note(ids)
         ids = ids.long() if expert_map is None else expert_map[ids.long()].long()
         out = torch.zeros_like(x)
         for expert in torch.unique(ids).tolist():
@@ -97,6 +99,15 @@ class LiveWeightExperts:
             hidden = F.linear(F.silu(gate) * up, layer.w2_weight[expert])
             out.index_add_(0, token, hidden * weights[token, choice, None].to(x.dtype))
         return out
+
+
+def note_routes(model: torch.nn.Module) -> None:
+    """Have `LiveWeightExperts` tell of their choice as vLLM's routers do, which its CPU experts go past."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            module.routed_experts.note_routes = module.router.capture_fn
 
 
 class _Done:
@@ -122,15 +133,16 @@ def host_async_output(
     With it the CPU runs the same asynchronous scheduling as GPUs do (placeholders, two batches in the queue), so that
     draining and hand-over are tested where there is no GPU.
     """
-    if routed_experts is not None or check_ep_fault:
-        raise ValueError("routed experts and fault checks are not supported on CPU")
+    if check_ep_fault:
+        raise ValueError("fault checks are not supported on CPU")
     self._model_runner_output = model_runner_output
     self._invalid_req_indices = invalid_req_indices
     self.async_copy_ready_event = _Done()
     self._sampled_token_ids = sampled_token_ids
     self.vocab_size = vocab_size
     self._logprobs_tensors = logprobs_tensors
-    self._routed_experts = self._routed_experts_cpu = self._has_fault = None
+    self._routed_experts = self._routed_experts_cpu = routed_experts  # copies already
+    self._has_fault = None
     # The next batch is sampled into memory of its own, as copies on a GPU would be.
     self.sampled_token_ids_cpu = sampled_token_ids.clone()
     self._logprobs_tensors_cpu = logprobs_tensors

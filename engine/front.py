@@ -5,8 +5,9 @@ A core knows tokens; a front knows whose they are, their text, their stop string
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
@@ -16,8 +17,11 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.request import Request
 
 from moebius.engine.inbox import AbortBox
+from moebius.engine.length_news import LengthNews
 from moebius.engine.sampler import SEED_FIELD
-from moebius.engine.types import SampleKey, SampleRequest, SampleResult
+from moebius.engine.types import SampleKey, SamplePiece, SampleRequest, SampleResult
+
+Runs = list[tuple[int, int]]  # policy versions, and how many tokens were sampled under each, in order
 
 
 @dataclass(slots=True)
@@ -28,6 +32,19 @@ class FrontRecord:
     asked: SampleRequest
     logprobs: Any  # vLLM's, of the tokens so far; None when not asked for
     cumulative_logprob: float | None
+    runs: Runs  # of tokens sampled in earlier steps
+    arrived_s: float = 0.0
+    routes: list[Any] = field(default_factory=list)  # vLLM's arrays of the experts that tokens went to
+
+
+@dataclass(slots=True)
+class ParkedSample:
+    """A sample that a step left unfinished. vLLM's output processor keeps its text and logprobs meanwhile."""
+
+    asked: SampleRequest
+    request: Request  # vLLM's, with all tokens so far
+    runs: Runs
+    holds_pages: bool = False  # in the EP pool
 
 
 class RequestFront:
@@ -36,11 +53,19 @@ class RequestFront:
     def __init__(self, front: Any, rank: int, policy_version: int) -> None:
         self.rank, self.policy_version = rank, policy_version
         self.results: list[SampleResult] = []
+        self.pieces: list[SamplePiece] = []  # of streamed samples
+        self._sent: dict[str, tuple[int, int]] = {}  # tokens and characters that were streamed
         self.finished = 0  # results so far, also those that were taken
+        self.iteration = 0  # of the step, the one that is going on
+        self.is_running = False  # what is registered from now on joins a running step
+        self.news: LengthNews | None = None  # where lengths are told to the other ranks
+        self._started = time.perf_counter()
+        self._arrived: dict[str, float] = {}  # seconds since the step began, of those that joined it
         self._front = front
         # Unfinished ones, by internal request id: a key may be there twice, once asked for here and once from a peer.
         self._keys: dict[str, SampleKey] = {}
         self._asked: dict[str, SampleRequest] = {}
+        self._runs: dict[str, Runs] = {}  # only of those that were parked before
         self._taken: set[SampleKey] = set()  # keys of prepared and of unfinished ones
 
     @property
@@ -91,6 +116,10 @@ class RequestFront:
         self._front.output_processor.add_request(prepared, None)
         self._keys[prepared.request_id] = request.key
         self._asked[prepared.request_id] = request
+        if self.is_running:
+            self._arrived[prepared.request_id] = time.perf_counter() - self._started
+            if self.news is not None:
+                self.news.came(request.key)
 
     def refuse(self, request: SampleRequest, reason: str) -> None:
         """Leave a result that says why there is none."""
@@ -101,6 +130,7 @@ class RequestFront:
         ids = list(self._keys)
         self._keys.clear()
         self._asked.clear()
+        self._runs.clear()
         self._taken.clear()
         self._front.output_processor.abort_requests(ids, internal=True)
 
@@ -117,17 +147,84 @@ class RequestFront:
         ended = [output.request_id for output in own if output.request_id in finished]
         for request_id, result in zip(ended, processed.request_outputs, strict=True):
             self._end(request_id, result)
+        for request_id in (output.request_id for output in own if output.request_id in self._keys):
+            if self._asked[request_id].stream:
+                self._stream(request_id)
         return tokens, list(processed.reqs_to_abort)
+
+    def _stream(self, request_id: str) -> None:
+        """Put aside what is new of a streamed sample."""
+        asked, state = self._asked[request_id], self._front.output_processor.request_states[request_id]
+        tokens, chars = self._sent.get(request_id, (0, 0))
+        token_ids = list(state.detokenizer.output_token_ids[tokens:])
+        if not token_ids:
+            return
+        entries = state.logprobs_processor.logprobs
+        logprobs, tops = _logprobs(asked, token_ids, None if entries is None else entries[tokens:])
+        text = None
+        if self._front.tokenizer is not None:
+            # As vLLM's own streams: what may be the beginning of a stop string stays behind.
+            detokenizer = state.detokenizer
+            whole = detokenizer.output_text
+            held = detokenizer.stop_buffer_length if detokenizer.stop else 0
+            text = whole[chars : max(chars, len(whole) - held)]
+        self.pieces.append(SamplePiece(asked.key, tokens, token_ids, logprobs, tops, chars, text))
+        self._sent[request_id] = (tokens + len(token_ids), chars + len(text or ""))
 
     def abort(self, aborts: AbortBox) -> list[str]:
         """Finish what was asked for, with the tokens it has; returns the requests to take off the core."""
         ids = aborts.among(self._keys)
+        if ids:
+            self._abort(ids)
+        return ids
+
+    def _abort(self, ids: list[str]) -> None:
         for request_id in ids:
             state = self._front.output_processor.request_states[request_id]
             self._end(request_id, state.make_request_output([], None, FinishReason.ABORT, None))
-        if ids:
-            self._front.output_processor.abort_requests(ids, internal=True)
-        return ids
+        self._front.output_processor.abort_requests(ids, internal=True)
+
+    # ---- from one step to the next ----------------------------------------------------------------------------------
+
+    def reserve(self, keys: Iterable[SampleKey]) -> None:
+        """These are of samples that will be resumed: no other request may use them."""
+        self._taken.update(keys)
+
+    def resume(self, samples: Iterable[ParkedSample]) -> None:
+        """Answer for samples that an earlier step has parked."""
+        for sample in samples:
+            request_id = sample.request.request_id
+            self._keys[request_id] = sample.asked.key
+            self._asked[request_id] = sample.asked
+            if sample.runs:
+                self._runs[request_id] = sample.runs
+            self._taken.add(sample.asked.key)
+
+    def park(self, requests: Mapping[str, Request]) -> list[ParkedSample]:
+        """Give up everything unfinished, for `resume` in a later step; `requests` are the core's, with all tokens."""
+        ids = list(self._keys)
+        parked = []
+        for request_id in ids:
+            runs = self._runs_of(request_id, requests[request_id].num_output_tokens)
+            parked.append(ParkedSample(self._forget(request_id), requests[request_id], runs))
+        return parked
+
+    def end_parked(self, samples: Iterable[ParkedSample]) -> list[SampleResult]:
+        """Results of parked samples that will not go on, with the tokens they have; no core has them."""
+        self.resume(samples)
+        ids = list(self._keys)
+        self._abort(ids)
+        return self.take_results()
+
+    def _runs_of(self, request_id: str, tokens: int) -> Runs:
+        """By policy version, the first `tokens` tokens of a request. Those not told of yet are of the present one."""
+        runs = list(self._runs.get(request_id, ()))
+        new = tokens - sum(count for _, count in runs)
+        if new and runs and runs[-1][0] == self.policy_version:
+            runs[-1] = (self.policy_version, runs[-1][1] + new)
+        elif new:
+            runs.append((self.policy_version, new))
+        return runs
 
     # ---- to another rank's front ------------------------------------------------------------------------------------
 
@@ -138,9 +235,12 @@ class RequestFront:
         for request_id in request_ids:
             if request_id not in self._keys:
                 continue
-            logprobs = processor.request_states[request_id].logprobs_processor
+            state = processor.request_states[request_id]
+            logprobs = state.logprobs_processor
+            runs, arrived = self._runs.get(request_id, []), self._arrived.get(request_id, 0.0)
             asked = self._forget(request_id)
-            records.append(FrontRecord(request_id, asked, logprobs.logprobs, logprobs.cumulative_logprob))
+            told = (logprobs.logprobs, logprobs.cumulative_logprob)
+            records.append(FrontRecord(request_id, asked, *told, runs, arrived, state.routed_experts_chunks))
         processor.abort_requests([record.request_id for record in records], internal=True)
         return records
 
@@ -165,6 +265,9 @@ class RequestFront:
             self._replay(processor.request_states[request.request_id], record, request)
             self._keys[request.request_id] = key
             self._asked[request.request_id] = record.asked
+            self._arrived[request.request_id] = record.arrived_s
+            if record.runs:
+                self._runs[request.request_id] = record.runs
             self._taken.add(key)
 
     def _replay(self, state: RequestState, record: FrontRecord, request: Request) -> None:
@@ -182,31 +285,43 @@ class RequestFront:
         assert state.logprobs_processor is not None
         state.logprobs_processor.logprobs = record.logprobs
         state.logprobs_processor.cumulative_logprob = record.cumulative_logprob
+        state.routed_experts_chunks = record.routes
 
     def _end(self, request_id: str, output: Any) -> None:
-        self._add(self._result(self._forget(request_id), output))
+        runs = self._runs_of(request_id, len(output.outputs[0].token_ids))
+        arrived = self._arrived.get(request_id, 0.0)
+        result = self._result(self._forget(request_id), output, runs)
+        result.arrived_s = arrived
+        if self.news is not None:
+            self.news.ended(result.key, len(result.token_ids), cut=result.finish_reason == "abort")
+        self._add(result)
 
     def _forget(self, request_id: str) -> SampleRequest:
+        self._sent.pop(request_id, None)
         self._taken.discard(self._keys.pop(request_id))
+        self._runs.pop(request_id, None)
+        self._arrived.pop(request_id, None)
         return self._asked.pop(request_id)
 
     def _add(self, result: SampleResult) -> None:
+        result.ended_s, result.ended_iteration = time.perf_counter() - self._started, self.iteration
         self.results.append(result)
         self.finished += 1
+
+    def take_pieces(self) -> list[SamplePiece]:
+        """Pieces since the last call."""
+        taken, self.pieces = self.pieces, []
+        return taken
 
     def take_results(self) -> list[SampleResult]:
         """Results since the last call."""
         taken, self.results = self.results, []
         return taken
 
-    def _result(self, asked: SampleRequest, output: Any) -> SampleResult:
+    def _result(self, asked: SampleRequest, output: Any, runs: Runs) -> SampleResult:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
-        logprobs = tops = None
-        if completion.logprobs is not None:
-            logprobs = [entry[t].logprob for t, entry in zip(token_ids, completion.logprobs, strict=True)]
-            if asked.sampling.get("logprobs"):
-                tops = [{t: lp.logprob for t, lp in entry.items()} for entry in completion.logprobs]
+        logprobs, tops = _logprobs(asked, token_ids, completion.logprobs)
         return SampleResult(
             key=asked.key,
             token_ids=token_ids,
@@ -214,11 +329,25 @@ class RequestFront:
             text=completion.text if self._front.tokenizer is not None else None,
             finish_reason=str(completion.finish_reason),
             stop_reason=completion.stop_reason,
-            policy_version=self.policy_version,
+            policy_version=runs[-1][0] if runs else self.policy_version,
             rank=self.rank,
             top_logprobs=tops,
+            versions=runs,
+            routed_experts=completion.routed_experts,
         )
 
 
+def _logprobs(
+    asked: SampleRequest, token_ids: list[int], entries: Any
+) -> tuple[list[float] | None, list[dict[int, float]] | None]:
+    """Of the sampled tokens, and of the likeliest where they were asked for; `entries` are vLLM's, None for none."""
+    if entries is None:
+        return None, None
+    logprobs = [entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)]
+    if not asked.sampling.get("logprobs"):
+        return logprobs, None
+    return logprobs, [{token: found.logprob for token, found in entry.items()} for entry in entries]
+
+
 def _name(key: SampleKey) -> str:
-    return f"{key.prompt}:{key.sample}"
+    return f"{key.step}:{key.prompt}:{key.sample}"

@@ -13,6 +13,7 @@ from moebius.kernels.collective import CollectiveMover, Mover
 from moebius.kernels.direct import DirectMover
 from moebius.kernels.peers import PeerError
 from moebius.kernels.plan import kv_head_ranges
+from moebius.kernels.virtual import VirtualMemory
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def make_mover(
 
 
 def _direct(pair: RuntimePair, cpu_group: dist.ProcessGroup) -> Mover:
-    mover = DirectMover.connect(pair.buffer.storage, cpu_group)
+    backing = pair.buffer.backing
+    mover = DirectMover.connect(backing if isinstance(backing, VirtualMemory) else pair.buffer.storage, cpu_group)
     mover.warm_up(_largest(pair), pair.buffer.storage.device)
     ep, tp = (runtime.expert_modules[0] for runtime in (pair.ep, pair.tp))
     mover.prepare_experts((ep.w13_weight.data, ep.w2_weight.data), (tp.w13_weight.data, tp.w2_weight.data))

@@ -58,6 +58,7 @@ class Observation:
     tokens: int | None = None  # sampled since the last observation; None: one per live sample
     mean_context: float | None = None  # tokens held per live sample; None: mean prompt + estimated age
     finished: Sequence[Finished] | None = None  # since the last observation; None: told from `live`
+    came: Mapping[int, int] | None = None  # prompt -> samples that joined since; only with `finished`
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def resolved(config: PolicyConfig, costs: CostModel | None, context: float = 512
         return config
     if costs is None:
         raise ValueError(
-            "policy.threshold_source is 'calibrated', but there are no costs: set policy.costs to a file of "
+            "policy.threshold_source is 'calibrated', but there are no costs: set policy.costs to auto or to a file of "
             "`moebius calibrate`, or give policy.threshold"
         )
     found = costs.threshold(context)
@@ -108,7 +109,8 @@ class SwitchPolicy:
 
     def __init__(self, config: PolicyConfig, costs: CostModel | None = None) -> None:
         self.config = config
-        self.costs = costs if costs is not None or config.costs is None else CostModel.load(config.costs)
+        file = config.costs_file
+        self.costs = costs if costs is not None or file is None else CostModel.load(file)
         self.lengths = LengthEstimator()
         self.forecaster: Forecaster | None = None  # stands in for `lengths`, in experiments
         self.log: list[LoggedDecision] = []  # of this step: every change of mind, every wish to switch
@@ -121,6 +123,11 @@ class SwitchPolicy:
         self._counted = -1  # the last iteration whose counts were taken in
         self._forecast_at: tuple[int, int] | None = None  # iteration and live count of the last forecast
         self._last = Decision(None, "")
+
+    @property
+    def learns_lengths(self) -> bool:
+        """Whether it makes use of `StepStart.groups` and `Observation.finished`."""
+        return self.config.kind == "predictive"
 
     @property
     def keeps_layout(self) -> bool:
@@ -139,8 +146,8 @@ class SwitchPolicy:
         """
         if self.config.kind == "predictive" and self.costs is None:
             raise ValueError(
-                "the predictive policy needs calibrated costs: set policy.costs to a file of `moebius calibrate`, or "
-                "choose policy.kind rollout"
+                "the predictive policy needs calibrated costs: set policy.costs to auto or to a file of `moebius "
+                "calibrate`, or choose policy.kind rollout"
             )
         self._not_before_s = max(0.0, self._not_before_s - self._seconds)
         self._seconds, self._not_before, self._counted = 0.0, 0, -1
@@ -156,12 +163,35 @@ class SwitchPolicy:
         self._prompt_tokens = start.prompt_tokens
         self.lengths.begin_step(start.samples, start.max_tokens or _UNBOUNDED, start.groups)
 
-    def end_step(self, *, broken_off: bool = False) -> None:
-        """The step is over. Only needed where its live samples were all cut short (`broken_off`), as by an abort.
+    def end_step(self, *, broken_off: bool = False, finished: Sequence[Finished] | None = None, left: int = 0) -> None:
+        """The step is over. `finished` ended after the last observation, where lengths are told; `left` did not end.
 
-        Else `begin_step` takes those of the last observation to have ended just after it.
+        Else, if it is not called or `finished` is None, samples of the last observation are taken to have ended just
+        after it, or to have been cut short (`broken_off`), as by an abort.
         """
-        self.lengths.end_step(broken_off=broken_off)
+        if finished is not None:
+            self.lengths.advance(left, finished=[(f.prompt, f.tokens, f.ended) for f in finished])
+        self.lengths.end_step(broken_off=broken_off or left > 0)
+
+    def expects_tp(self, seen: Observation) -> bool:
+        """Whether a switch to TP is near, so that it is worth preparing. As pure as `decide`; changes nothing."""
+        config = self.config
+        if seen.layout is not Layout.EP or Layout.TP in self._done or seen.iteration < self._not_before:
+            return False
+        match config.kind:
+            case "rollout" | "predictive":
+                return 0 < seen.live <= (1 + config.prepare_margin) * config.threshold
+            case "scheduled":
+                return seen.iteration >= config.at_iteration - config.prepare_iterations
+            case "interactive":
+                full = len(self._window) == config.window
+                return full and not self._cools(seen) and fmean(self._window) < (1 + config.prepare_margin) * config.low
+            case _:
+                return False  # static: never, or at once
+
+    def observe(self, seen: Observation) -> None:
+        """Take note of an iteration before which nothing is to be decided."""
+        self._take_in(seen)
 
     def decide(self, seen: Observation) -> Decision:
         """The decision before iteration `seen.iteration`. Call it once per iteration, in order."""
@@ -207,9 +237,9 @@ class SwitchPolicy:
         if self._start is None and self._counted < 0:
             self._start = StepStart(seen.live)
             self._begin_lengths(self._start)
-        elif seen.iteration > 0:
+        elif seen.iteration > 0 or seen.finished is not None:  # of a step that is open, samples may come before
             finished = None if seen.finished is None else [(f.prompt, f.tokens, f.ended) for f in seen.finished]
-            self.lengths.advance(seen.live, seen.tokens, finished)
+            self.lengths.advance(seen.live, seen.tokens, finished, seen.came)
         self._counted = seen.iteration
         self._seconds = self._seconds if seen.seconds is None else seen.seconds
         self._window.append(seen.live)

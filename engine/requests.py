@@ -10,7 +10,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,9 @@ class RequestBatch:
     pages: np.ndarray  # int64 [sum of page_counts], ids in the source pool
     hash_counts: np.ndarray  # int64 [n]
     hashes: bytes  # block hashes for prefix caching, all of one length
+    # Of prompts that are computed in part: the experts their tokens went to, which vLLM keeps by page until the first
+    # output token. [computed, layers, experts per token]
+    routes: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -118,14 +121,9 @@ def snapshot_requests(runtime: Runtime, *, with_tokens: bool = True) -> RequestB
     Raises:
         QuiesceError: something is still in flight.
     """
-    scheduler = runtime.scheduler
-    if runtime.core.batch_queue:
-        raise QuiesceError("a batch is still in flight: drain the batch queue before exporting")
+    check_at_rest(runtime)
+    scheduler, seen = runtime.scheduler, runtime.runner.requests
     queue = [*scheduler.running, *scheduler.skipped_waiting, *scheduler.waiting]
-    for request in queue:
-        if request.num_in_flight_tokens or request.num_output_placeholders or request.spec_token_ids:
-            raise QuiesceError(f"request {request.request_id} has tokens in flight")
-    seen = runtime.runner.requests
     requests = [r for r in queue if r.request_id in seen] + [r for r in queue if r.request_id not in seen]
     params, params_of, seeds = _distinct_params(requests)
     pages = [_page_ids(runtime, request) for request in requests]
@@ -151,7 +149,25 @@ def snapshot_requests(runtime: Runtime, *, with_tokens: bool = True) -> RequestB
         pages=_array(_chain(pages)),
         hash_counts=_array(len(h) for h in hashes),
         hashes=b"".join(_chain(hashes)),
+        routes=_routes_of_partial_prompts(runtime, requests),
     )
+
+
+def _routes_of_partial_prompts(runtime: Runtime, requests: Sequence[Request]) -> dict[str, np.ndarray]:
+    if not runtime.scheduler.enable_return_routed_experts:
+        return {}
+    manager = runtime.scheduler.routed_experts_mgr
+    partial = [r for r in requests if r.num_computed_tokens and not r.num_output_tokens]
+    return {r.request_id: manager.get(_page_ids(runtime, r), r.num_computed_tokens) for r in partial}
+
+
+def check_at_rest(runtime: Runtime) -> None:
+    """Raise QuiesceError if a batch, or tokens of a request, are still in flight."""
+    if runtime.core.batch_queue:
+        raise QuiesceError("a batch is still in flight: drain the batch queue before exporting")
+    for request in runtime.scheduler.requests.values():
+        if request.num_in_flight_tokens or request.num_output_placeholders or request.spec_token_ids:
+            raise QuiesceError(f"request {request.request_id} has tokens in flight")
 
 
 def _array(values: Any) -> np.ndarray:
@@ -191,13 +207,18 @@ def _page_ids(runtime: Runtime, request: Request) -> list[int]:
 
 
 @torch.inference_mode()  # the sampler's persistent tensors are inference tensors
-def detach_requests(runtime: Runtime) -> dict[str, Request]:
-    """Take every unfinished request out of scheduler and runner and free its pages; their bytes stay as they are."""
+def detach_requests(runtime: Runtime, *, keep_pages: bool = False) -> dict[str, Request]:
+    """Take every unfinished request out of scheduler and runner and free its pages; their bytes stay as they are.
+
+    In the order in which the scheduler would go on with them. With `keep_pages` requests hold theirs.
+    """
     scheduler = runtime.scheduler
-    requests: dict[str, Request] = dict(scheduler.requests)
+    queue = [*scheduler.running, *scheduler.skipped_waiting, *scheduler.waiting]
+    requests: dict[str, Request] = {request.request_id: request for request in queue}
     for request in requests.values():
         scheduler._inflight_prefills.discard(request)
-        scheduler.kv_cache_manager.free(request)
+        if not keep_pages:
+            scheduler.kv_cache_manager.free(request)
     scheduler.requests.clear()
     scheduler.running.clear()
     for waiting in (scheduler.waiting, scheduler.skipped_waiting):
@@ -337,6 +358,11 @@ def _import(runtime: Runtime, reader: _Reader, row: int, own: dict[str, Request]
             # Full pages count as cached but are not entered into the prefix cache: thousands of entries, for the rare
             # request that is preempted in TP and finds its pages again.
             pages.num_cached_block[request_id] = computed // runtime.page_size
+            if (routes := batch.routes.get(request_id)) is not None:
+                slots = np.array([b.block_id for b in blocks])[:, None] * runtime.page_size + np.arange(
+                    runtime.page_size
+                )
+                scheduler.routed_experts_mgr.store_batch(routes, slots.ravel()[:computed])
         runtime.runner.requests[request_id] = CachedRequestState(
             req_id=request_id,
             prompt_token_ids=request.prompt_token_ids,

@@ -15,7 +15,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from moebius.engine import sampler, vllm_patches
+from moebius.engine import cpu_support, sampler, vllm_patches
+from moebius.engine.backing import make_backing
 from moebius.engine.capture import capture_sizes
 from moebius.engine.config import EngineConfig
 from moebius.engine.families import warn_if_unchecked
@@ -89,16 +90,17 @@ class RuntimePair:
             warn_if_unchecked(ep_config.model_config.hf_text_config.model_type)
         device = torch.device(ep_config.device_config.device_type)
         with self.clock.part("buffer"):
-            self.buffer = UnifiedBuffer(_slot_sizes(ep_config, shape, config, world_size), _rank_device(device))
+            self.buffer = _make_buffer(_slot_sizes(ep_config, shape, config, world_size), device, config, world_size)
 
         # TP first: its groups are set aside, then the front is built around the EP core, whose experts (loaded last)
         # are the ones that stand in the buffer afterwards.
-        with self.clock.runtime(Layout.TP), vllm_patches.binding(self.buffer, Layout.TP) as bound:
+        embeddings: dict[int, torch.Tensor] = {}
+        with self.clock.runtime(Layout.TP), vllm_patches.binding(self.buffer, Layout.TP, embeddings) as bound:
             core = EngineCore(tp_config, Executor.get_class(tp_config), log_stats=False)
         self.tp = _finish(Layout.TP, core, bound)
         for name in PARALLEL_GROUPS:
             setattr(parallel_state, name, None)
-        with self.clock.runtime(Layout.EP), vllm_patches.binding(self.buffer, Layout.EP) as bound:
+        with self.clock.runtime(Layout.EP), vllm_patches.binding(self.buffer, Layout.EP, embeddings) as bound:
             self.front = LLMEngine(
                 vllm_config=ep_config,
                 executor_class=Executor.get_class(ep_config),
@@ -144,6 +146,13 @@ class RuntimePair:
             raise RuntimeBuildError("the two runtimes have different numbers of layers")
 
 
+def _make_buffer(sizes: SlotSizes, device: torch.device, config: EngineConfig, world_size: int) -> UnifiedBuffer:
+    device = _rank_device(device)
+    shared = world_size if config.mover != "collective" else 1  # ranks that write into each other's buffers
+    rank = int(os.environ.get("RANK", "0")) if shared > 1 else 0
+    return UnifiedBuffer(sizes, device, make_backing(config.memory, sizes, device, rank, shared))
+
+
 def _rank_device(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
 
@@ -169,6 +178,7 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_prefix_caching=config.enable_prefix_caching,
+        enable_return_routed_experts=config.routed_experts,
         # On CPU compilation only costs start-up time.
         enforce_eager=config.enforce_eager or not cuda,
         attention_backend=config.attention_backend,
@@ -217,5 +227,6 @@ def _finish(layout: Layout, core: EngineCore, bound: vllm_patches.Binding) -> Ru
         raise RuntimeBuildError(f"{layout.value}: no experts or no KV were placed in the unified buffer")
     if not torch.cuda.is_available():
         runtime.runner.prepare_inputs_event = None  # an event of a device there is not
+        cpu_support.note_routes(runtime.runner.model)
     sampler.install(runtime.runner)
     return runtime

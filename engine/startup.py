@@ -57,6 +57,8 @@ class Startup:
     other_s: float = 0.0  # checks, mover, everything between
     total_s: float = 0.0
     runtimes: list[RuntimeStartup] = field(default_factory=list)  # in the order they were built
+    calibration_s: float = 0.0  # within other_s: measuring iterations and switches for the policy
+    costs: str = ""  # where the policy's costs come from, in words
 
 
 class StartupClock:

@@ -7,115 +7,47 @@ decisions therefore rest on counts one iteration old. All ranks use the same cou
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from vllm.v1.engine import EngineCoreRequest
 
-from moebius.engine.front import RequestFront
+from moebius.engine.admission import admit
+from moebius.engine.exchange import Exchange, News, Pass
+from moebius.engine.front import ParkedSample, RequestFront
 from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.layout import Layout
-from moebius.engine.policy import Observation, StepStart, SwitchPolicy
+from moebius.engine.length_news import LengthNews, Lengths, read
+from moebius.engine.parking import put_back, take_out
+from moebius.engine.policy import Observation, SwitchPolicy
 from moebius.engine.profile import SwitchProfiler
 from moebius.engine.requests import QuiesceError, release_stuck
 from moebius.engine.runtime import RuntimePair
 from moebius.engine.switch import PhaseTimer, Switcher
-from moebius.engine.types import CancelledSwitch, Iteration, PolicyDecision, SampleRequest, SampleResult, StepStats
+from moebius.engine.types import (
+    CancelledSwitch,
+    Iteration,
+    PolicyDecision,
+    SamplePiece,
+    SampleRequest,
+    SampleResult,
+    StepStats,
+)  # fmt: skip
 
 OnIteration = Callable[[int, int, str, int], None]  # finished here, live everywhere, layout, tokens here
-OnResults = Callable[[list[SampleResult]], None]  # results of this rank, as soon as they are there
+OnResults = Callable[[list[SampleResult | SamplePiece]], None]  # of this rank, as soon as they are there
 
+_log = logging.getLogger(__name__)
+_PREPARE_AGAIN = 16  # iterations between two attempts to prepare a switch
 _IDLE_S = 0.001  # between two looks for requests while an open step has none
 
 
-class RequestRefused(ValueError):
-    """vLLM refuses a request of the step, on this or another rank; no request of the step was started."""
-
-
-class PolicyRefused(ValueError):
-    """The policy lacks what it needs, and says what; no request of the step was started."""
-
-
-class LostRequest(RuntimeError):
-    """An unfinished request is in no scheduler: it would never end."""
-
-
-@dataclass(slots=True)
-class _Admission:
-    """What a rank brings to a step."""
-
-    problem: str | None
-    prepared: list[EngineCoreRequest]  # in TP only: for all cores
-    samples: int
-    prompt_tokens: int
-    max_tokens: int
-
-
-@dataclass(slots=True)
-class _Pass:
-    """One iteration as this rank saw it; None of it is known to the others yet."""
-
-    t: float  # when it was over, seconds since the step began
-    ms: float
-    layout: Layout
-    tokens: int
-
-
-@dataclass(slots=True)
-class _News:
-    """What a rank has to tell in TP, where all cores have all requests."""
-
-    aborts: list[str]
-    arrivals: list[EngineCoreRequest]
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What one exchange tells, the same on all ranks; sums but for `seconds`."""
-
-    live: int  # unfinished samples
-    tokens: int
-    news: bool  # a rank has something to tell
-    is_open: bool  # a rank may still get requests
-    is_filling: bool  # of the burst
-    seconds: float  # rank 0's clock, since the step began
-
-
-class _Exchange:
-    """One small all-reduce on its way. `known` is how many unfinished requests this rank's core has."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        layout: Layout,
-        live: int,
-        known: int,
-        seconds: float,
-        *,
-        last: _Pass | None,
-        news: _News,
-        is_open: bool,
-        is_filling: bool,
-    ) -> None:
-        self.last, self.news = last, news
-        self._known = known if layout is Layout.TP else None  # TP cores have all ranks' requests
-        has_news = bool(news.aborts or news.arrivals)
-        tokens = last.tokens if last else 0
-        clock = int(1e6 * seconds) if dist.get_rank(group) == 0 else 0
-        self._sums = torch.tensor([live, tokens, has_news, is_open, is_filling, clock, known < live], dtype=torch.int64)
-        self._work = dist.all_reduce(self._sums, group=group, async_op=True)
-
-    def wait(self) -> _Counts:
-        """The counts. Raises LostRequest, on all ranks alike."""
-        self._work.wait()
-        live, tokens, news, is_open, is_filling, clock, lost = self._sums.tolist()
-        if lost or (self._known is not None and self._known < live):
-            raise LostRequest("a core does not know all of its unfinished requests: they would never end")
-        return _Counts(live, tokens, bool(news), bool(is_open), bool(is_filling), clock / 1e6)
+class CallbackFailed(RuntimeError):
+    """A function given to the step raised an error, on this or another rank; all samples of the step were ended."""
 
 
 class Step:
@@ -133,6 +65,8 @@ class Step:
         *,
         stats: StepStats,
         policy_version: int,
+        parked: list[ParkedSample] | None = None,
+        keep_pages: bool = False,
         on_iteration: OnIteration | None = None,
         on_results: OnResults | None = None,
     ) -> None:
@@ -140,9 +74,16 @@ class Step:
         self.inbox, self.aborts, self.group = inbox, aborts, group
         self.stats, self.on_iteration, self.on_results = stats, on_iteration, on_results
         self.front = RequestFront(pair.front, stats.rank, policy_version)
+        self.parked = parked or []  # on this rank: of earlier steps, and after `run` those of this one
+        self._keep_pages = keep_pages  # of what is parked
+        self._parking = False  # by the last exchange
+        self.failure: str | None = None  # of a function given to the step, here or on another rank
         self._arriving: dict[str, SampleRequest] = {}  # in TP: on their way to all cores, by internal id
+        self._told = Lengths()  # since the policy's last decision, by all ranks; empty if it does not learn lengths
         self._unseen_tokens = 0  # sampled over all ranks since the policy's last decision
         self._seconds = 0.0  # since the step began, by rank 0's clock
+        self._expects_tp = False
+        self._prepare_from = 0
         # By the last exchange: whether any rank may still get requests, and whether they belong to the burst.
         self._open = self._filling = False
         self._started = self._mark = time.perf_counter()
@@ -154,39 +95,26 @@ class Step:
             RequestRefused: a request is not valid; nothing was started.
             PolicyRefused: the policy cannot decide as it is set; nothing was started.
         """
-        problem, prepared = None, []
-        try:
-            for request in requests:
-                prepared.append(self.front.prepare(request))
-                self.front.register(request, prepared[-1])
-        except (ValueError, TypeError) as error:
-            problem = f"prompt {request.key.prompt}, sample {request.key.sample}: {error}"
-        in_tp = self.pair.layout is Layout.TP  # where every core has all requests
-        mine = _Admission(
-            problem,
-            prepared if in_tp else [],
-            len(requests),
-            sum(len(request.prompt_token_ids) for request in requests),
-            max((r.sampling_params.max_tokens or 0 for r in prepared if r.sampling_params), default=0),
+        admitted = admit(
+            self.front,
+            self.group,
+            self.policy,
+            requests,
+            self.parked,
+            self.pair.layout,
+            self.pair.front.model_config.max_model_len,
         )
-        gathered: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, mine, group=self.group)
-        problems = [part.problem for part in gathered if part.problem]
-        if problems:
-            self.front.forget_all()
-            raise RequestRefused(problems[0])
-        samples = sum(part.samples for part in gathered)
-        mean = sum(part.prompt_tokens for part in gathered) / max(1, samples)
-        try:
-            self.policy.begin_step(StepStart(samples, mean, max(part.max_tokens for part in gathered) or None))
-        except ValueError as error:  # on all ranks alike
-            self.front.forget_all()
-            raise PolicyRefused(str(error)) from error
-        self.switcher.owners = {
-            request.request_id: rank for rank, part in enumerate(gathered) for request in part.prepared
-        }
-        for request in [r for part in gathered for r in part.prepared] if in_tp else prepared:
+        self.switcher.owners = admitted.owners
+        # What earlier steps have parked here goes on before anything new.
+        self.stats.resumed = len(self.parked)
+        self.front.resume(self.parked)
+        put_back(self.pair.ep, [sample.request for sample in self.parked])
+        self.parked = []
+        for request in admitted.prepared:
             self._give_to_core(request)
+        self.front.is_running = True
+        if self.policy.learns_lengths:
+            self.front.news = LengthNews(self.stats.rank, dist.get_world_size(self.group))
 
     def _admit(self, request: SampleRequest) -> None:
         prepared = self.front.prepare(request)
@@ -212,17 +140,23 @@ class Step:
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Decode all admitted requests to their end.
+        """Decode all admitted requests to their end, or until a rank is asked to park.
+
+        After an error of a function given to the step, `failure` says so, and all samples have been ended.
 
         Raises:
             LostRequest, SwitchError: the step cannot be finished.
         """
         iteration = 0
         live = self._settle(self._exchange(None, self.front.abort(self.aborts)))
-        exchange: _Exchange | None = None
+        exchange: Exchange | None = None
         self._mark = time.perf_counter()
         while True:
             self.profiler.before_iteration(iteration, live, self.pair.layout, self.policy.config)
+            if self._parking:
+                self._park(iteration, exchange)
+                self._end_policy()
+                return
             if live == 0:
                 if exchange is not None:
                     live, exchange = self._settle(exchange), None
@@ -230,6 +164,7 @@ class Step:
                 self._drain()  # a batch that was scheduled before its requests were known to be finished
                 self._pass_results()
                 if not self._open:
+                    self._end_policy()
                     return
                 live = self._idle()
                 continue
@@ -240,9 +175,13 @@ class Step:
                 self._mark = time.perf_counter()
                 if live == 0:
                     continue
+            elif self._expects_tp and iteration >= self._prepare_from:
+                self._prepare(iteration)
             tokens, found = self._iterate()
+            self.switcher.clean_up()
             last = self._end_pass(tokens)
             iteration += 1
+            self.front.iteration = iteration
             if exchange is not None:
                 live = self._settle(exchange)
             exchange = self._exchange(last, found + self.front.abort(self.aborts))
@@ -256,28 +195,103 @@ class Step:
         return live
 
     def _pass_results(self) -> None:
-        if self.on_results is not None and self.front.results:
-            self.on_results(self.front.take_results())
+        if self.on_results is not None and (self.front.results or self.front.pieces):
+            self._call(self.on_results, [*self.front.take_pieces(), *self.front.take_results()])
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function given to the step. Its error must not leave the other ranks waiting: all end the step."""
+        if self.failure is not None:
+            return
+        try:
+            function(*arguments)
+        except Exception as error:  # noqa: BLE001  (told to all ranks, and raised when the step is over)
+            _log.exception("rank %d: a function given to the step failed", self.stats.rank)
+            self._fail(f"rank {self.stats.rank}: {type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        self.failure = why
+        self.inbox.close()
+        self.aborts.add(None)
+
+    def _park(self, iteration: int, exchange: Exchange | None) -> None:
+        """End the step on all ranks with what is unfinished kept by the rank whose front has it."""
+        self.switcher.clean_up()
+        self._quiesce(exchange, PhaseTimer())
+        keep = self._keep_pages
+        if keep and self.pair.layout is Layout.TP:
+            keep = self._bring_back(iteration)  # only the EP pools hold pages between steps
+        for request in self.inbox.take().requests:  # came too late for this step
+            try:
+                self.front.register(request, prepared := self.front.prepare(request))
+            except (ValueError, TypeError) as error:
+                self.front.refuse(request, str(error))
+            else:
+                self._give_to_core(prepared)
+        self.parked = self.front.park(take_out(self.pair.active, keep_pages=keep))
+        for sample in self.parked:
+            sample.holds_pages = keep
+        self.stats.parked = len(self.parked)
+        self.switcher.owners = {}
+        self._pass_results()
+
+    def _bring_back(self, iteration: int) -> bool:
+        """Switch to EP in order to park with KV; False if it does not fit, so that KV is computed again."""
+        timer = PhaseTimer()
+        with timer.phase("decide"):
+            ranks = self.switcher.place()
+            fit = self.switcher.fits_ep(ranks)
+        if not ranks or fit.refusal is not None:
+            return False
+        t = time.perf_counter() - self._started
+        record = self.switcher.to_ep(fit, ranks, self.front, timer, iteration=iteration, t=t)
+        self.stats.switches.append(record)
+        self.stats.switch_s += record.pause_ms / 1e3
+        return True
 
     def _decide(self, iteration: int, live: int) -> Layout | None:
         seen = Observation(iteration, live, self.pair.layout, self._seconds, self._unseen_tokens)
+        if self.policy.learns_lengths:
+            seen = replace(seen, finished=self._told.finished, came=self._told.came)
+            self._told = Lengths()
         self._unseen_tokens = 0
+        self._expects_tp = False
         if self._filling and self.policy.waits_for_burst:
+            self.policy.observe(seen)
             return None
-        return self.policy.decide(seen).target
+        target = self.policy.decide(seen).target
+        self._expects_tp = target is None and self.policy.expects_tp(seen)
+        return target
 
-    def _end_pass(self, tokens: int) -> _Pass:
+    def _prepare(self, iteration: int) -> None:
+        """Send expert bytes ahead, if there is room now; else look again some iterations later."""
+        staging = self.switcher.staging
+        if staging.why_not is None and not staging.is_ready and staging.prepare():
+            self.stats.prepared_at.append(iteration)
+        else:
+            self._prepare_from = iteration + _PREPARE_AGAIN
+
+    def _end_policy(self) -> None:
+        """Tell the policy how the step ended; lengths that found no place in an exchange are told now, once a step."""
+        if (news := self.front.news) is None:
+            self.policy.end_step(broken_off=self._parking)
+            return
+        rest: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(rest, (news.rest(), self.stats.parked), group=self.group)
+        told = read([number for numbers, _ in rest for number in numbers])
+        self.policy.end_step(finished=self._told.finished + told.finished, left=sum(parked for _, parked in rest))
+
+    def _end_pass(self, tokens: int) -> Pass:
         now = time.perf_counter()
-        last = _Pass(now - self._started, 1e3 * (now - self._mark), self.pair.layout, tokens)
+        last = Pass(now - self._started, 1e3 * (now - self._mark), self.pair.layout, tokens)
         self._mark = now
         return last
 
-    def _exchange(self, last: _Pass | None, aborts: list[str]) -> _Exchange:
+    def _exchange(self, last: Pass | None, aborts: list[str]) -> Exchange:
         taken = self.inbox.take()
         in_ep = self.pair.layout is Layout.EP
         if in_ep and aborts:
             self.pair.active.core.abort_requests(aborts)  # nobody else's core has them
-        news = _News([] if in_ep else aborts, [])
+        news = News([] if in_ep else aborts, [])
         for request in taken.requests:
             try:
                 if in_ep:
@@ -290,7 +304,7 @@ class Step:
                 self.front.refuse(request, str(error))
         known = self.pair.active.scheduler.get_num_unfinished_requests()
         live = self.front.unfinished
-        return _Exchange(
+        return Exchange(
             self.group,
             self.pair.layout,
             live,
@@ -298,11 +312,12 @@ class Step:
             time.perf_counter() - self._started,
             last=last,
             news=news,
-            is_open=taken.is_open or bool(news.arrivals),
-            is_filling=taken.is_filling,
+            taken=taken,
+            failed=self.failure is not None,
+            lengths=self.front.news.numbers() if self.front.news else [],
         )
 
-    def _settle(self, exchange: _Exchange) -> int:
+    def _settle(self, exchange: Exchange) -> int:
         """Wait for the counts, apply aborts, write the iteration down; returns how many samples are unfinished."""
         live, tokens = self._agree(exchange)
         if (last := exchange.last) is not None:
@@ -312,14 +327,19 @@ class Step:
             else:
                 self.stats.tail_s += last.ms / 1e3
             if self.on_iteration:
-                self.on_iteration(self.front.finished, live, last.layout.value, last.tokens)
+                self._call(self.on_iteration, self.front.finished, live, last.layout.value, last.tokens)
         return live
 
-    def _agree(self, exchange: _Exchange) -> tuple[int, int]:
+    def _agree(self, exchange: Exchange) -> tuple[int, int]:
         """Wait for the counts, apply what ranks have told; returns (live, tokens) over all ranks."""
         counts = exchange.wait()
         live, self._open, self._filling, self._seconds = counts.live, counts.is_open, counts.is_filling, counts.seconds
         self._unseen_tokens += counts.tokens
+        self._parking = counts.is_parking
+        if counts.lengths:
+            self._told.add(read(counts.lengths))
+        if counts.failed and self.failure is None:
+            self._fail("a function given to the step raised an error on another rank")
         if counts.news:
             # In TP all ranks change their cores in one order: their schedulers must stay identical.
             gathered: list[Any] = [None] * dist.get_world_size(self.group)
@@ -369,47 +389,50 @@ class Step:
                 aborts += found
         return tokens, aborts
 
-    def _try_switch(self, to: Layout, iteration: int, exchange: _Exchange | None) -> int:
+    def _try_switch(self, to: Layout, iteration: int, exchange: Exchange | None) -> int:
         """Switch if the requests fit; returns how many samples are unfinished."""
         timer = PhaseTimer()
-        with timer.phase("quiesce"):
-            live = self._quiesce(exchange)
+        live = self._quiesce(exchange, timer)
         if live == 0:
             return live  # the next turn of the loop ends the step
-        with timer.phase("decide"):
-            ranks = self.switcher.place() if to is Layout.EP else {}
-            fit = self.switcher.fits_ep(ranks) if to is Layout.EP else self.switcher.fits_tp()
         t = time.perf_counter() - self._started
-        reason = fit.refusal
-        if reason is None:
-            try:
+        try:
+            with timer.phase("decide"):
+                ranks = self.switcher.place() if to is Layout.EP else {}
+                fit = self.switcher.fits_ep(ranks) if to is Layout.EP else self.switcher.fits_tp()
+            reason = fit.refusal
+            if reason is None:
                 if to is Layout.EP:
                     record = self.switcher.to_ep(fit, ranks, self.front, timer, iteration=iteration, t=t)
                 else:
                     record = self.switcher.to_tp(fit, timer, iteration=iteration, t=t)
-            except QuiesceError as error:
-                reason = f"not at rest: {error}"
-            else:
-                self.policy.switched()
-                self.profiler.after_switch()
-                self.stats.switches.append(record)
-                self.stats.switch_s += record.pause_ms / 1e3
-                return live
+        except QuiesceError as error:
+            reason = f"not at rest: {error}"
+        if reason is None:
+            self.policy.switched()
+            self.profiler.after_switch()
+            self.stats.switches.append(record)
+            self.stats.switch_s += record.pause_ms / 1e3
+            return live
+        self.switcher.staging.drop()  # its pages are of more use to those that stay
+        self._prepare_from = iteration + self.policy.config.cooldown_iterations
         self.policy.cancelled(iteration)
         self.stats.cancelled.append(CancelledSwitch(iteration, t, live, reason))
         return live
 
-    def _quiesce(self, exchange: _Exchange | None) -> int:
+    def _quiesce(self, exchange: Exchange | None, timer: PhaseTimer) -> int:
         """Take everything that is in flight and deliver it; returns how many samples are unfinished then."""
-        if exchange is not None:
-            self._settle(exchange)
-        # Draining finishes requests, so they are counted anew before anything is decided.
-        tokens, aborts = self._drain()
-        drained = _Pass(0.0, 0.0, self.pair.layout, tokens)
-        live, all_tokens = self._agree(self._exchange(drained, aborts + self.front.abort(self.aborts)))
+        with timer.phase("drain"):
+            if exchange is not None:
+                self._settle(exchange)
+            tokens, aborts = self._drain()
+        with timer.phase("quiesce"):
+            # Draining finishes requests, so they are counted anew before anything is decided.
+            drained = Pass(0.0, 0.0, self.pair.layout, tokens)
+            live, all_tokens = self._agree(self._exchange(drained, aborts + self.front.abort(self.aborts)))
         if self.stats.iterations:
             self.stats.iterations[-1].live = live
             self.stats.iterations[-1].tokens += all_tokens
         if self.on_iteration and tokens:
-            self.on_iteration(self.front.finished, live, self.pair.layout.value, tokens)
+            self._call(self.on_iteration, self.front.finished, live, self.pair.layout.value, tokens)
         return live

@@ -190,11 +190,16 @@ class LengthEstimator:
         return bool(self._history) or self._ended >= _LEAST
 
     def advance(
-        self, live: int, tokens: int | None = None, finished: Sequence[tuple[int, int, bool]] | None = None
+        self,
+        live: int,
+        tokens: int | None = None,
+        finished: Sequence[tuple[int, int, bool]] | None = None,
+        came: Mapping[int, int] | None = None,
     ) -> None:
         """An iteration is over: `live` are left, it sampled `tokens` (None: one each), and `finished` ended.
 
-        `finished` has (prompt, output tokens, whether it ended by itself: False for an abort).
+        `finished` has (prompt, output tokens, whether it ended by itself: False for an abort), `came` how many samples
+        of each prompt joined the step. They may lag behind `live` by some iterations.
         """
         before = max(self._live, 1)
         self.age += (before if tokens is None else min(tokens, before)) / before
@@ -202,8 +207,10 @@ class LengthEstimator:
             for prompt, length, ended in finished:
                 self._end(max(1, length), 1, ended=ended)
                 self._siblings.setdefault(prompt, []).append(math.log(max(1, length)))
-                if prompt in self._running:
-                    self._running[prompt] = max(0, self._running[prompt] - 1)
+                if prompt in self._running:  # below zero where samples end before it is told that they came
+                    self._running[prompt] -= 1
+            for prompt, count in (came or {}).items():
+                self._running[prompt] = self._running.get(prompt, 0) + count
         elif live < self._live:
             self._end(max(1.0, self.age), self._live - live, ended=True)
         if live > self._live:  # new requests in the middle of a step: the mean age falls

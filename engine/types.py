@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+MemoryTag = Literal["weights", "kv_cache"]
 
 
 class SampleKey(NamedTuple):
-    """Identity of one sample within a step."""
+    """Identity of one sample. `step` is the one it was asked for in; a parked sample goes on in a later one."""
 
     prompt: int
     sample: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt}, sample {self.sample}" + (f" of step {self.step}" if self.step else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,7 @@ class SampleRequest:
     prompt_token_ids: list[int]
     sampling: dict[str, Any]
     seed: int  # 63-bit; noise is a function of (seed, token position) only
+    stream: bool = False  # pieces of it are wanted while it runs
 
 
 @dataclass(slots=True)
@@ -33,9 +40,34 @@ class SampleResult:
     text: str | None
     finish_reason: str  # "stop" | "length" | "abort" | "error" (refused; stop_reason says why)
     stop_reason: int | str | None
-    policy_version: int
+    policy_version: int  # that the last token was sampled under
     rank: int
     top_logprobs: list[dict[int, float]] | None = None  # only when sampling["logprobs"] > 0
+    arrived_s: float = 0.0  # when its rank got it, seconds since the step began; 0 for those it began with
+    ended_s: float = 0.0  # when its last token was taken in
+    ended_iteration: int = -1  # of the step; -1: not recorded
+    # Policy version and how many tokens were sampled under it, in the order of the tokens.
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    # [tokens, layers, experts per token], small unsigned ints: of the prompt and all output tokens but the last, which
+    # no forward pass has seen. Only with `routed_experts` in the engine's settings.
+    routed_experts: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePiece:
+    """Part of an unfinished sample that is streamed, from token `start` and character `text_start` of its output on.
+
+    After a sample has moved to another rank, pieces begin at its first token again. Text that may yet turn out to be
+    part of a stop string is held back.
+    """
+
+    key: SampleKey
+    start: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    top_logprobs: list[dict[int, float]] | None
+    text_start: int
+    text: str | None
 
 
 @dataclass(slots=True)
@@ -59,12 +91,15 @@ class SwitchRecord:
     live: int
     live_by_rank: list[int]
     kv_tokens: int
-    phases_ms: dict[str, float]  # quiesce decide export gather reshard import front kv activate
-    pause_ms: float
+    # Of the host: drain quiesce decide reshard export gather import front kv wait activate
+    phases_ms: dict[str, float]
+    pause_ms: float  # all of them but drain, in which the pass in flight still decodes
     expert_bytes: int
     kv_bytes: int
     kv_use_before: float  # share of pages in use in the source, worst rank
     kv_use_after: float  # the same in the target
+    device_ms: dict[str, float] = field(default_factory=dict)  # experts, kv: their moves, beside the host's phases
+    prepared: bool = False  # the experts' bytes had been sent before
 
 
 @dataclass(slots=True)
@@ -101,13 +136,37 @@ class StepStats:
     iterations: list[Iteration] = field(default_factory=list)
     switches: list[SwitchRecord] = field(default_factory=list)
     cancelled: list[CancelledSwitch] = field(default_factory=list)
+    prepared_at: list[int] = field(default_factory=list)  # iterations before which expert bytes began to be sent ahead
     decisions: list[PolicyDecision] = field(default_factory=list)  # the same on all ranks
     admitted: int = 0  # requests this rank was given
+    resumed: int = 0  # samples parked on this rank that the step went on with
+    parked: int = 0  # samples on this rank that the step left unfinished
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """Results of this rank's own requests, and its measurements."""
+    """Results of this rank's own requests, its measurements, and what it has parked."""
 
     results: list[SampleResult]
     stats: StepStats
+    parked: list[SampleKey] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """A weight update on one rank."""
+
+    version: int
+    mode: str  # "in_place" | "staged"
+    nbytes: int  # that came to this rank
+    seconds: float  # from begin to commit
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """Memory that a rank gave back or took again."""
+
+    rank: int
+    nbytes: int  # of the slots
+    freed: int  # by which the process's memory in use became less, as the system counts (negative: more)
+    seconds: float

@@ -34,18 +34,26 @@ class Binding:
     layout: Layout
     expert_modules: list[Any] = field(default_factory=list)
     kv_layer_names: list[str] = field(default_factory=list)
+    # By number in order of creation: the whole of an embedding, of which TP's is a part. Shared by both runtimes.
+    embeddings: dict[int, torch.Tensor] = field(default_factory=dict)
+    embeddings_made: int = 0
 
 
 _binding: Binding | None = None
 
 
 @contextmanager
-def binding(buffer: UnifiedBuffer, layout: Layout) -> Iterator[Binding]:
-    """Route expert and KV allocations of the engine built inside the block into `buffer`."""
+def binding(
+    buffer: UnifiedBuffer, layout: Layout, embeddings: dict[int, torch.Tensor] | None = None
+) -> Iterator[Binding]:
+    """Route expert and KV allocations of the engine built inside the block into `buffer`.
+
+    Engines built with the same `embeddings` share theirs: build TP first. None: each has its own.
+    """
     global _binding
     if _binding is not None:
         raise PatchError("two runtimes cannot be built at the same time")
-    _binding = Binding(buffer, layout)
+    _binding = Binding(buffer, layout, embeddings=embeddings if embeddings is not None else {})
     try:
         yield _binding
     finally:
@@ -127,12 +135,14 @@ def _upstream_fixes() -> list[Target]:
 
 def _common_changes() -> list[Target]:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.v1.engine import core
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     return [
         *_upstream_fixes(),
         (UnquantizedFusedMoEMethod, "create_weights", _expert_parameters_in_slots),
+        (UnquantizedEmbeddingMethod, "create_weights", _embeddings_shared),
         (GPUModelRunner, "_allocate_kv_cache_tensors", _kv_in_slots),
         (core, "init_none_hash", _same_hash_root),
     ]
@@ -233,6 +243,40 @@ def _expert_parameters_in_slots(original: Any) -> Any:
             raise PatchError(f"layer {layer.layer_name}: experts take {offset} bytes, their slot has {slot.numel()}")
         _binding.expert_modules.append(layer)
         return None
+
+    return create_weights
+
+
+def _embeddings_shared(original: Any) -> Any:
+    """Both runtimes have one embedding and one output head: TP's rows are a run of EP's, which has all of them.
+
+    TP is built first (its graphs keep the address), so it makes the whole and takes its part; EP takes the whole.
+    """
+
+    def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        if _binding is None:
+            return original(self, layer, *args, **kwargs)
+        number, _binding.embeddings_made = _binding.embeddings_made, _binding.embeddings_made + 1
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            original(self, layer, *args, **kwargs)
+        meta = layer.weight
+        rows, width = meta.shape
+        if _binding.layout is Layout.TP:
+            whole = torch.empty((rows * layer.tp_size, width), dtype=meta.dtype, device=device)
+            _binding.embeddings[number] = whole
+            rank = get_tensor_model_parallel_rank()
+            weight = whole[rank * rows : (rank + 1) * rows]
+        else:
+            found = _binding.embeddings.get(number)
+            fits = found is not None and found.shape == meta.shape and found.dtype == meta.dtype
+            weight = found if fits and found is not None else torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        parameter = torch.nn.Parameter(weight, requires_grad=False)
+        parameter.__dict__.update(meta.__dict__)
+        layer.register_parameter("weight", parameter)
+        return None
+
+    from vllm.distributed import get_tensor_model_parallel_rank
 
     return create_weights
 

@@ -50,8 +50,70 @@ class Mover(Protocol):
         """
         ...
 
+    @property
+    def stages_in_background(self) -> bool:
+        """Whether staging goes on while the device computes something else."""
+        ...
+
+    def begin_staging(self) -> None:
+        """Before the first `stage_experts`: what is in the current stream by now must be done on all ranks first."""
+        ...
+
+    def stage_experts(
+        self,
+        src_w13: torch.Tensor,
+        src_w2: torch.Tensor,
+        dst_w13: torch.Tensor,
+        dst_w2: torch.Tensor,
+        room: torch.Tensor,
+    ) -> int:
+        """Send one layer's experts to where TP needs them, into the peers' `room`; returns the bytes sent.
+
+        `room` (uint8, the same part of the buffer on every rank) holds (ranks - 1) / ranks of the experts' bytes. The
+        targets are not written to; their shapes count.
+        """
+        ...
+
+    def end_staging(self) -> None:
+        """After the last `stage_experts`."""
+        ...
+
+    def begin_commit(self) -> None:
+        """Before `commit_experts`, or in place of it: wait, in stream order, for all staging to end."""
+        ...
+
+    def commit_experts(
+        self,
+        src_w13: torch.Tensor,
+        src_w2: torch.Tensor,
+        dst_w13: torch.Tensor,
+        dst_w2: torch.Tensor,
+        room: torch.Tensor,
+    ) -> None:
+        """What `experts_ep_to_tp` does, by local copies: from `room`, and from the sources what this rank keeps."""
+        ...
+
+    def end_commit(self) -> None:
+        """After the last `commit_experts`: peers may write into this rank's memory again."""
+        ...
+
+    def place_pages(self, pages: PagePairs, device: torch.device) -> PagePairs:
+        """Page ids from the host, once for all layers, where `kv_ep_to_tp` and `kv_tp_to_ep` take them best."""
+        ...
+
     def finish(self) -> None:
         """Block until all bytes of the calls so far, sent and received, are in place."""
+        ...
+
+    def before_release(self) -> None:
+        """Let go of the memory it moves, and of its own, so that all ranks may release theirs; a collective.
+
+        Nothing may be moved until `after_restore`.
+        """
+        ...
+
+    def after_restore(self) -> None:
+        """Be ready again, all memory being back at its old addresses; a collective."""
         ...
 
     def close(self) -> None:
@@ -73,6 +135,7 @@ class CollectiveMover:
         if self._rank < 0:
             raise ValueError("this process is not a member of the mover's process group")
         self._staging: dict[str, torch.Tensor] = {}
+        self._released: dict[str, tuple[int, torch.device]] = {}
 
     def warm_up(self, nbytes: int, device: torch.device | str) -> None:
         """Allocate staging memory for calls of up to `nbytes` per tensor, and exchange it once; a collective.
@@ -165,10 +228,97 @@ class CollectiveMover:
                 dst_kv[:, start:stop].index_copy_(0, ids, block.view(ids.numel(), stop - start, *page_shape))
         return (sum(send_sizes) - send_sizes[self._rank]) * src_kv.element_size()
 
+    @property
+    def stages_in_background(self) -> bool:
+        """See `Mover.stages_in_background`: it is a collective like those of the model itself."""
+        return False
+
+    def begin_staging(self) -> None:
+        """See `Mover.begin_staging`: all is in order with the current stream."""
+
+    def stage_experts(
+        self,
+        src_w13: torch.Tensor,
+        src_w2: torch.Tensor,
+        dst_w13: torch.Tensor,
+        dst_w2: torch.Tensor,
+        room: torch.Tensor,
+    ) -> int:
+        """See `Mover.stage_experts`."""
+        self._check_experts((src_w13, src_w2), (dst_w13, dst_w2))
+        sent = 0
+        for (ep, by_target), parts in zip(self._cuts(src_w13, src_w2), self._rooms(room, src_w13, src_w2), strict=True):
+            send = self._stage("send", by_target.shape, ep.dtype, ep.device)
+            send.copy_(by_target)
+            received = self._stage("receive", (self._ranks, ep.numel() // self._ranks), ep.dtype, ep.device)
+            self._exchange(received, send)
+            for peer, part in parts.items():
+                part.copy_(received[peer])
+            sent += self._to_peers(ep)
+        return sent
+
+    def end_staging(self) -> None:
+        """See `Mover.end_staging`."""
+
+    def begin_commit(self) -> None:
+        """See `Mover.begin_commit`."""
+
+    def commit_experts(
+        self,
+        src_w13: torch.Tensor,
+        src_w2: torch.Tensor,
+        dst_w13: torch.Tensor,
+        dst_w2: torch.Tensor,
+        room: torch.Tensor,
+    ) -> None:
+        """See `Mover.commit_experts`."""
+        self._check_experts((src_w13, src_w2), (dst_w13, dst_w2))
+        rooms = self._rooms(room, src_w13, src_w2)
+        for (_, by_target), parts, tp in zip(self._cuts(src_w13, src_w2), rooms, (dst_w13, dst_w2), strict=True):
+            blocks = tp.view(self._ranks, -1)
+            blocks[self._rank].view(by_target.shape[1:]).copy_(by_target[self._rank])
+            for peer, part in parts.items():
+                blocks[peer].copy_(part)
+
+    def end_commit(self) -> None:
+        """See `Mover.end_commit`: peers write by collectives only, in which this rank takes part."""
+
+    def _rooms(self, room: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> list[dict[int, torch.Tensor]]:
+        """Per tensor: the part of `room` for each peer's block. Raises ValueError if it has another size."""
+        sizes = [tensor.numel() // self._ranks for tensor in (w13, w2)]
+        flat = room.view(w13.dtype)
+        if flat.numel() != sum(sizes) * (self._ranks - 1):
+            raise ValueError(
+                f"room for staging has {flat.numel()} elements, needed are {sum(sizes) * (self._ranks - 1)}"
+            )
+        rooms: list[dict[int, torch.Tensor]] = [{}, {}]
+        for peer in range(self._ranks):
+            if peer != self._rank:
+                start = staging_index(peer, self._rank, self._ranks) * sum(sizes)
+                rooms[0][peer] = flat[start : start + sizes[0]]
+                rooms[1][peer] = flat[start + sizes[0] : start + sum(sizes)]
+        return rooms
+
+    def place_pages(self, pages: PagePairs, device: torch.device) -> PagePairs:
+        """See `Mover.place_pages`: on the device, where pages are gathered and scattered."""
+        return [(source.to(device), target.to(device)) for source, target in pages]
+
     def finish(self) -> None:
         """See `Mover.finish`."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+    def before_release(self) -> None:
+        """See `Mover.before_release`: staging memory goes back to torch's allocator."""
+        self.finish()
+        self._released = {name: (kept.numel(), kept.device) for name, kept in self._staging.items()}
+        self._staging.clear()
+
+    def after_restore(self) -> None:
+        """See `Mover.after_restore`: the same staging memory, so that a move allocates nothing."""
+        for name, (nbytes, device) in self._released.items():
+            self._stage(name, (nbytes,), torch.uint8, device)
+        self._released.clear()
 
     def close(self) -> None:
         """See `Mover.close`: staging memory goes with this object."""
@@ -243,6 +393,11 @@ class CollectiveMover:
                 f"{tuple(src_kv.shape)} {src_kv.dtype}"
             )
         _check_apart((src_kv,), (dst_kv,))
+
+
+def staging_index(source: int, target: int, ranks: int) -> int:
+    """Which part of rank `target`'s staging room is rank `source`'s; there is none for its own."""
+    return (source - target - 1) % ranks
 
 
 def _check_apart(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

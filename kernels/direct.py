@@ -1,8 +1,9 @@
 """Moves experts and KV by writing straight into the peers' slots over NVLink: no staging memory, no host in the loop.
 
-All ranks have one buffer of the same size and layout, mapped into each other's address space by CUDA IPC. A tensor of
-the buffer lies at the same offset on every rank, so an offset and a rank name a target. Each call is one step: the
-copies of this rank, then the barrier of `moebius.kernels.signals`, all in order with the current stream.
+All ranks have one buffer of the same size and layout, mapped into each other's address space: by file descriptors of
+its chunks if it is virtual memory, which can be released and restored, else by CUDA IPC. A tensor of the buffer lies at
+the same offset on every rank, so an offset and a rank name a target. Each call is one step: the copies of this rank,
+then the barrier of `moebius.kernels.signals`, all in order with the current stream.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from moebius.kernels.collective import HeadRanges, PagePairs
 from moebius.kernels.cuda_calls import CudaError
 from moebius.kernels.experts import CopyEngine, ExpertMover, TensorMove, TritonCopy, expert_moves
 from moebius.kernels.kv import PageList, PageMover, pages_to_ep, pages_to_tp
-from moebius.kernels.peers import PeerError, PeerMap
+from moebius.kernels.peers import PeerError, PeerMap, gather_of
 from moebius.kernels.signals import Barrier, How, Signals
+from moebius.kernels.staged import CommitPlan, StagedExperts
+from moebius.kernels.virtual import VirtualMemory
+from moebius.kernels.virtual_peers import VirtualPeers
 
 ExpertMoverName = Literal["copy_engine", "triton"]
 Experts = tuple[torch.Tensor, torch.Tensor]  # w13, w2
@@ -70,27 +74,34 @@ class DirectMover:
         self._experts = experts
         self._pages = pages
         self._signals = signals
-        self._peers: PeerMap | None = None
+        self._staged = StagedExperts(buffers.bases, buffers.rank, buffers.device, signals)
+        self._peers: PeerMap | VirtualPeers | None = None
         self._group: dist.ProcessGroup | None = None
         self._page_lists: tuple[tuple[object, ...], PageList] | None = None
+        self._plans: dict[tuple[object, ...], tuple[TensorMove, TensorMove]] = {}  # of layers seen: their places stay
+        self._commits: dict[tuple[int, ...], CommitPlan] = {}  # likewise
+        self._staging = torch.empty(0, dtype=torch.int64)  # pinned, for the page ids of one move
 
     @classmethod
     def connect(
         cls,
-        storage: torch.Tensor,
+        storage: torch.Tensor | VirtualMemory,
         group: dist.ProcessGroup,
         *,
         experts: ExpertMoverName = "copy_engine",
         signals: How | None = None,
     ) -> DirectMover:
-        """Map all ranks' `storage` (contiguous CUDA memory, of one size); a collective over a CPU group (gloo).
+        """Map all ranks' `storage` (CUDA memory of one size, tensors contiguous); a collective over a CPU group (gloo).
 
         `experts` is used until `prepare_experts` has measured; `signals` None takes stream operations if they work.
         Raises PeerError on every rank alike if the ranks cannot map each other: use another mover then.
         """
-        peers = PeerMap.open(storage, group)
         rank = dist.get_rank(group)
-        nbytes = storage.numel() * storage.element_size()
+        peers: PeerMap | VirtualPeers
+        if isinstance(storage, VirtualMemory):
+            peers, nbytes = VirtualPeers.open(storage, rank, gather_of(group)), storage.nbytes
+        else:
+            peers, nbytes = PeerMap.open(storage, group), storage.numel() * storage.element_size()
         buffers = Buffers(rank, peers.addresses, nbytes, storage.device)
         try:
             flags = Signals.connect(group, storage.device, signals)
@@ -108,9 +119,10 @@ class DirectMover:
 
     @property
     def ways(self) -> dict[str, str]:
-        """How experts are moved and how ranks signal each other, for reports."""
+        """How experts are moved, how ranks signal each other, and what memory they map, for reports."""
         experts = "triton" if isinstance(self._experts, TritonCopy) else "copy_engine"
-        return {"experts": experts, "signals": getattr(self._signals, "how", "none")}
+        memory = "virtual" if isinstance(self._peers, VirtualPeers) else "plain"
+        return {"experts": experts, "signals": getattr(self._signals, "how", "none"), "memory": memory}
 
     # ---- moves -----------------------------------------------------------------------------------------------------
 
@@ -136,6 +148,61 @@ class DirectMover:
         self._check_kv(dst_kv, src_kv, pages, head_ranges)
         return self._move_kv(src_kv, dst_kv, pages, head_ranges, pages_to_ep)
 
+    @property
+    def stages_in_background(self) -> bool:
+        """See `Mover.stages_in_background`: copy engines and peer memory serve beside the model."""
+        return True
+
+    def begin_staging(self) -> None:
+        """See `Mover.begin_staging`."""
+        self._staged.begin()
+
+    def stage_experts(
+        self,
+        src_w13: torch.Tensor,
+        src_w2: torch.Tensor,
+        dst_w13: torch.Tensor,
+        dst_w2: torch.Tensor,
+        room: torch.Tensor,
+    ) -> int:
+        """See `Mover.stage_experts`."""
+        moves = self._expert_moves((src_w13, src_w2), (dst_w13, dst_w2), to_tp=True)
+        return self._staged.stage(moves, self.buffers.span(room)[0])
+
+    def end_staging(self) -> None:
+        """See `Mover.end_staging`."""
+        self._staged.end()
+
+    def begin_commit(self) -> None:
+        """See `Mover.begin_commit`."""
+        self._staged.begin_commit()
+
+    def commit_experts(
+        self,
+        src_w13: torch.Tensor,
+        src_w2: torch.Tensor,
+        dst_w13: torch.Tensor,
+        dst_w2: torch.Tensor,
+        room: torch.Tensor,
+    ) -> None:
+        """See `Mover.commit_experts`."""
+        source, target = (src_w13, src_w2), (dst_w13, dst_w2)
+        key = tuple(tensor.data_ptr() for tensor in (*source, *target, room))
+        if key not in self._commits:
+            of_ranks = [self._expert_moves(source, target, True, rank) for rank in range(self.buffers.ranks)]
+            starts = [self.buffers.span(tensor)[0] for tensor in target]
+            self._commits[key] = self._staged.plan_commit(of_ranks, target, starts, room)
+        self._staged.commit(self._commits[key])
+
+    def end_commit(self) -> None:
+        """See `Mover.end_commit`."""
+        self._signals.barrier()
+
+    def place_pages(self, pages: PagePairs, device: torch.device) -> PagePairs:
+        """See `Mover.place_pages`: on the host, where ids are checked without waiting for the device."""
+        del device
+        return pages
+
     def finish(self, timeout_s: float = 60.0) -> None:
         """Block until the current stream is done. Raises PeerTimeout after `timeout_s`; the mover is then unusable."""
         if isinstance(self._signals, Signals):
@@ -160,6 +227,7 @@ class DirectMover:
         for to_tp, source, target in ((True, ep, tp), (False, tp, ep)):
             triton.compile(*self._expert_moves(source, target, to_tp))
         moves = self._expert_moves(ep, tp, to_tp=True)
+        self._staged.compile(moves)
         times = {"copy_engine": self._time(engine, moves), "triton": self._time(triton, moves)}
         times = {name: self._slowest(ms) for name, ms in times.items()}
         # Of two that are equally fast, the copy engine leaves the SMs alone.
@@ -167,14 +235,32 @@ class DirectMover:
         return times
 
     def prepare_kv(self, ep_kv: torch.Tensor, tp_kv: torch.Tensor, head_ranges: HeadRanges) -> None:
-        """Compile and load the page kernel of both directions for pools like these, without moving anything."""
+        """Compile and load the page kernel of both directions for pools like these, without moving anything.
+
+        Also makes room for the page ids of a full pool: pinning memory during a move would take long.
+        """
         device = self.buffers.device
-        none = torch.empty(0, dtype=torch.int64, device=device)
+        none = torch.empty(0, dtype=torch.int64)
         pages = [(none, none)] * self.buffers.ranks
         for source, target, listed in ((ep_kv, tp_kv, pages_to_tp), (tp_kv, ep_kv, pages_to_ep)):
-            listing = listed(pages, head_ranges, self.buffers.rank, device)
+            listing = listed(pages, head_ranges, self.buffers.rank).on(device)
             self._pages.move(source, target, self.buffers.span(target)[0], listing, limit=0)
         self.finish(_START_TIMEOUT_S)
+        most = 3 * max(ep_kv.shape[0] * self.buffers.ranks, tp_kv.shape[0])
+        self._staging = torch.empty(most, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    # ---- sleep -----------------------------------------------------------------------------------------------------
+
+    def before_release(self) -> None:
+        """See `Mover.before_release`. Flags stay mapped."""
+        if isinstance(self._peers, VirtualPeers):
+            self._peers.unmap()
+            self._peers.barrier()
+
+    def after_restore(self) -> None:
+        """See `Mover.after_restore`. Raises PeerError on every rank alike if the peers cannot be mapped again."""
+        if isinstance(self._peers, VirtualPeers):
+            self._peers.map()
 
     def close(self) -> None:
         """Unmap all peers; a collective, after which every rank may free its buffer."""
@@ -191,8 +277,17 @@ class DirectMover:
         self._signals.barrier()
         return sum(move.rows * move.width for move in moves) * (self.buffers.ranks - 1)
 
-    def _expert_moves(self, source: Experts, target: Experts, to_tp: bool) -> tuple[TensorMove, TensorMove]:
-        """This rank's part of the plan between checked tensors."""
+    def _expert_moves(
+        self, source: Experts, target: Experts, to_tp: bool, rank: int | None = None
+    ) -> tuple[TensorMove, TensorMove]:
+        """The part of `rank` (None: this one) in the plan between checked tensors."""
+        rank = self.buffers.rank if rank is None else rank
+        key = (to_tp, rank, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (*source, *target)))
+        if key not in self._plans:
+            self._plans[key] = self._checked_moves(source, target, to_tp, rank)
+        return self._plans[key]
+
+    def _checked_moves(self, source: Experts, target: Experts, to_tp: bool, rank: int) -> tuple[TensorMove, TensorMove]:
         (w13, w2), tp, ranks = (source, target, self.buffers.ranks) if to_tp else (target, source, self.buffers.ranks)
         local, rows, hidden = w13.shape
         inter = rows // 2
@@ -211,7 +306,7 @@ class DirectMover:
         if len({t.dtype for t in tensors}) != 1:
             raise ValueError(f"experts of both layouts must share one dtype, found {[t.dtype for t in tensors]}")
         spans = self._apart(source, target)
-        moves = expert_moves(local * ranks, hidden, inter, ranks, self.buffers.rank, w13.element_size(), to_tp)
+        moves = expert_moves(local * ranks, hidden, inter, ranks, rank, w13.element_size(), to_tp)
         return moves[0].placed(spans[0], spans[2]), moves[1].placed(spans[1], spans[3])
 
     def _apart(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[int]:
@@ -232,15 +327,17 @@ class DirectMover:
         target: torch.Tensor,
         pages: PagePairs,
         head_ranges: HeadRanges,
-        listed: Callable[[PagePairs, HeadRanges, int, torch.device], PageList],
+        listed: Callable[[PagePairs, HeadRanges, int], PageList],
     ) -> int:
         _, target_offset = self._apart((source,), (target,))
         if not any(ids.numel() for ids, _ in pages):
             return 0  # the lists are the same everywhere, so every rank leaves the step out
         key = (listed, tuple(map(tuple, head_ranges)), source.shape, target.shape, *(id(t) for p in pages for t in p))
         if self._page_lists is None or self._page_lists[0][:-1] != key:
-            listing = listed(pages, head_ranges, self.buffers.rank, self.buffers.device)
-            _check_ids(listing, source, target)
+            on_host = listed(pages, head_ranges, self.buffers.rank)
+            _check_ids(on_host, source, target)
+            staging = self._staging if 3 * on_host.pages <= self._staging.numel() else None
+            listing = on_host.on(self.buffers.device, staging)
             self._page_lists = ((*key, list(pages)), listing)  # the tensors are kept, so that their ids stay theirs
         listing = self._page_lists[1]
         self._pages.move(source, target, target_offset, listing)

@@ -151,6 +151,8 @@ class TritonCopy:
     def __init__(self, bases: Sequence[int], rank: int, device: torch.device) -> None:
         self._bases, self._rank, self._device = tuple(bases), rank, device
         self._table = torch.tensor(self._bases, dtype=torch.int64, device=device)
+        # By layer: what is passed to the kernel. Places do not change, and working it out takes longer than a launch.
+        self._arguments: dict[tuple[TensorMove, TensorMove], tuple[int, dict[str, Any]]] = {}
 
     def move(self, w13: TensorMove, w2: TensorMove) -> None:
         """See `ExpertMover.move`."""
@@ -161,17 +163,14 @@ class TritonCopy:
         self._launch(w13, w2, do_nothing=True)
 
     def _launch(self, w13: TensorMove, w2: TensorMove, do_nothing: bool) -> None:
-        from moebius.kernels.peer_triton import Grain, expert_kernel
+        from moebius.kernels.peer_triton import expert_kernel
 
+        key = (w13, w2)
+        if key not in self._arguments:
+            self._arguments[key] = self._work_out(w13, w2)
+        programs, parts = self._arguments[key]
         own, ranks = self._bases[self._rank], len(self._bases)
-        grain = Grain.of(*(_gcd_parts(w13) + _gcd_parts(w2)), *self._bases)
-        parts: dict[str, Any] = {}
-        tiles, warps = 0, 1
-        for name, tensor in (("a", w13), ("b", w2)):
-            arguments, count, tensor_warps = _geometry(tensor, grain.unit)
-            parts |= {f"{key}_{name}": value for key, value in arguments.items()}
-            tiles, warps = tiles + count, max(warps, tensor_warps)
-        limit = 0 if do_nothing else tiles * ranks
+        limit = 0 if do_nothing else programs
         with torch.cuda.device_of(self._table):
             expert_kernel[(max(1, limit),)](
                 self._table,
@@ -182,11 +181,22 @@ class TritonCopy:
                 w2.dst_offset,
                 first=(self._rank + 1) % ranks,
                 ranks=ranks,
-                unit=grain.unit,
-                aligned=grain.aligned,
                 **parts,
-                num_warps=warps,
             )
+
+    def _work_out(self, w13: TensorMove, w2: TensorMove) -> tuple[int, dict[str, Any]]:
+        """Programs of a launch, and those of its arguments that are no addresses."""
+        from moebius.kernels.peer_triton import Grain
+
+        grain = Grain.of(*(_gcd_parts(w13) + _gcd_parts(w2)), *self._bases)
+        parts: dict[str, Any] = {}
+        tiles, warps = 0, 1
+        for name, tensor in (("a", w13), ("b", w2)):
+            arguments, count, tensor_warps = _geometry(tensor, grain.unit)
+            parts |= {f"{key}_{name}": value for key, value in arguments.items()}
+            tiles, warps = tiles + count, max(warps, tensor_warps)
+        parts |= {"unit": grain.unit, "aligned": grain.aligned, "num_warps": warps}
+        return tiles * len(self._bases), parts
 
 
 def _gcd_parts(tensor: TensorMove) -> tuple[int, ...]:

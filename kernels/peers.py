@@ -7,7 +7,7 @@ offset. Each importer opens it with its own device current. The memory must outl
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,20 @@ class Export:
     offset: int = 0
     handle: bytes = b""
     problem: str | None = None
+
+
+Gather = Callable[[Any], list[Any]]  # all ranks' values by rank; a collective
+
+
+def gather_of(group: dist.ProcessGroup) -> Gather:
+    """All-gather of Python objects over a group that can send them from the CPU (gloo)."""
+
+    def gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    return gather
 
 
 class PeerMap:
@@ -99,7 +113,7 @@ class PeerMap:
 def export_memory(tensor: torch.Tensor) -> Export:
     """Make the handle of the allocation that holds `tensor`; what is in the way is reported, not raised."""
     nbytes = tensor.numel() * tensor.element_size()
-    host, device = _host_id(), str(tensor.device)
+    host, device = host_id(), str(tensor.device)
     try:
         if not tensor.is_cuda or not tensor.is_contiguous() or not nbytes:
             raise CudaError(f"a tensor on {device} of {nbytes} bytes, contiguous: {tensor.is_contiguous()}")
@@ -117,7 +131,7 @@ def obstacle(exports: Sequence[Export]) -> str | None:
     if problems:
         return "; ".join(problems)
     for what, of_rank in (
-        ("are on different hosts, and CUDA IPC works within one", [e.host for e in exports]),
+        ("are on different hosts, and memory can be mapped within one", [e.host for e in exports]),
         ("have buffers of different sizes", [f"{e.nbytes} bytes" for e in exports]),
     ):
         for rank, value in enumerate(of_rank):
@@ -156,6 +170,6 @@ def _cannot_map(rank: int, peer: int, exports: Sequence[Export], error: CudaErro
     )
 
 
-def _host_id() -> str:
-    """The same in all containers of a host, and different after a restart."""
+def host_id() -> str:
+    """Of this host: the same in all containers of a host, and different after a restart."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -118,7 +118,7 @@ def build_requests(
                     "raise engine.max_model_len"
                 )
             fields = own.engine_fields() | {"max_tokens": min(own.max_tokens, room)}
-            requests.append(SampleRequest(SampleKey(p, s), ids, fields, derive_seed(seed, step, p, s)))
+            requests.append(SampleRequest(SampleKey(p, s, step), ids, fields, derive_seed(seed, step, p, s)))
     return requests
 
 
@@ -145,7 +145,9 @@ def assign(requests: Sequence[SampleRequest], ranks: int) -> list[list[SampleReq
 def collect(outcomes: Sequence[StepOutcome], prompt_ids: list[list[int]], n: int, step: int) -> list[Rollout]:
     """Results in prompt and sample order. Raises IncompleteStep unless every sample is there exactly once."""
     results = [result for outcome in outcomes for result in outcome.results]
-    counts = Counter(tuple(result.key) for result in results)
+    # Keys without the step, unless it is another one.
+    by_key = {tuple(r.key)[: 2 if r.key.step == step else 3]: r for r in results}
+    counts = Counter(tuple(r.key)[: 2 if r.key.step == step else 3] for r in results)
     expected = {(p, s) for p in range(len(prompt_ids)) for s in range(n)}
     faults: dict[str, list[tuple[int, ...]]] = {
         "missing": sorted(expected - counts.keys()),
@@ -155,13 +157,12 @@ def collect(outcomes: Sequence[StepOutcome], prompt_ids: list[list[int]], n: int
     if any(faults.values()):
         words = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in faults.items() if keys)
         raise IncompleteStep(f"step {step}, samples as (prompt, sample): {words}")
-    by_key = {tuple(result.key): result for result in results}
     rollouts = []
     for p, ids in enumerate(prompt_ids):
         samples = []
         for s in range(n):
             samples.append(to_sample(by_key[(p, s)]))
-        rollouts.append(Rollout(p, ids, samples))
+        rollouts.append(Rollout(p, ids, samples, step))
     return rollouts
 
 
@@ -169,7 +170,7 @@ def to_sample(r: SampleResult) -> Sample:
     """What the engine sent, as users see it."""
     return Sample(
         r.key.sample, r.token_ids, r.logprobs, r.top_logprobs, r.text, r.finish_reason, r.stop_reason,
-        r.policy_version, r.rank,
+        r.policy_version, r.rank, r.versions, r.routed_experts,
     )  # fmt: skip
 
 

@@ -6,20 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from moebius.engine.calibrate import Grid, calibrate
+from moebius.engine.cost_cache import cost_key, keep
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout
 from moebius.rollout.bench.engines import Engines
 
 
 def calibrate_fleet(engines: Engines, grid: Grid) -> tuple[CostModel, list[str]]:
-    """Costs of the engine `moebius` of a running fleet. Raises BadInput when it does not run there."""
-    answers: list[tuple[CostModel, list[str]]] = engines.fleet("moebius").call(calibrate_rank, grid)
+    """Costs of the engine `moebius` of a running fleet, which later starts find in the cache, and notes.
+
+    Raises BadInput when it does not run there.
+    """
+    configured = engines.setup.engine.capture_sizes
+    answers: list[tuple[CostModel, list[str]]] = engines.fleet("moebius").call(calibrate_rank, grid, configured)
     return answers[0]
 
 
-def calibrate_rank(subject: Any, grid: Grid) -> tuple[CostModel, list[str]]:
-    """Called in every rank: `subject.engine` is a MoebiusEngine."""
-    return calibrate(subject.engine, grid)
+def calibrate_rank(subject: Any, grid: Grid, capture_sizes: list[int] | None) -> tuple[CostModel, list[str]]:
+    """Called in every rank: `subject.engine` is a MoebiusEngine; `capture_sizes` as configured for others like it."""
+    engine = subject.engine
+    key = cost_key(engine, engine.config.model_copy(update={"capture_sizes": capture_sizes}))
+    costs, notes = calibrate(engine, grid, key=key)
+    if engine.rank == 0:
+        notes.append(f"costs: {keep(costs, engine.config.policy.costs_cache)}")
+    return costs, notes
 
 
 def draw_costs(costs: CostModel, path: Path) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from moebius.rollout import cost_cli, job_cli
+from moebius.rollout import cost_cli, job_cli, serve_cli
 from moebius.rollout.bench.cli import app as bench
 from moebius.rollout.errors import BadInput, MoebiusError
 
@@ -190,7 +190,11 @@ def report(
     ] = None,
     costs: Annotated[
         Path | None,
-        typer.Option(help="One: costs of `moebius calibrate`, to say what static layouts would have taken."),
+        typer.Option(help="One: costs of `moebius calibrate`, to say anew what static layouts would have taken."),
+    ] = None,
+    rollout_share: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Share of a training step's time that its rollout takes, e.g. 0.7."),
     ] = None,
 ) -> None:
     """Make report.html, .csv and .png from a folder's step reports, or compare the runs in several, step by step."""
@@ -199,11 +203,11 @@ def report(
 
         if costs is not None:
             raise BadInput("--costs: goes with the report of one run; give one folder")
-        compare_runs(directories, out or Path(), threshold)
+        compare_runs(directories, out or Path(), threshold, share=rollout_share)
         return
     from moebius.rollout.report_files import report_run
 
-    report_run(directories[0], costs)
+    report_run(directories[0], costs, share=rollout_share)
 
 
 @app.command()
@@ -224,6 +228,7 @@ def doctor() -> None:
 
 cost_cli.register(app)
 job_cli.register(app)
+serve_cli.register(app)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,23 @@ from rich.table import Table
 
 from moebius.rollout.compare import FIELDS, Comparison, compare, load_runs, median_speedup
 from moebius.rollout.compare_svg import CHART_CSS, bar_chart, colour_of
-from moebius.rollout.report_files import save_figure
+from moebius.rollout.report_files import projection_words, save_figure
+from moebius.rollout.report_run import projection_table
 from moebius.rollout.report_style import CSS
 
 NONE = "-"
 
 
 def compare_runs(
-    folders: Sequence[str | Path], out: str | Path, threshold: int | None = None, console: Console | None = None
+    folders: Sequence[str | Path],
+    out: str | Path,
+    threshold: int | None = None,
+    console: Console | None = None,
+    share: float | None = None,
 ) -> Path:
     """Compare the runs in `folders`; write comparison.html, .csv and, with matplotlib, .png into `out`.
+
+    `share` of a training step's time is its rollout, for the end-to-end projection.
 
     Prints a table and returns the path of the page. Raises BadInput as `load_runs` and `compare` do.
     """
@@ -32,10 +39,12 @@ def compare_runs(
     found = compare(load_runs(folders), threshold)
     out.mkdir(parents=True, exist_ok=True)
     _replace(out / "comparison.csv", csv_text(found).encode())
-    _replace(out / "comparison.html", page(found).encode())
+    _replace(out / "comparison.html", page(found, share).encode())
     console.print(_table(found))
     for i in range(len(found.runs)):
-        console.print(found.line(i), highlight=False, soft_wrap=True)
+        gain = found.speedup(i)
+        words = "" if gain is None else f"; {projection_words(gain, share)}"
+        console.print(found.line(i) + words, highlight=False, soft_wrap=True)
     for warning in found.warnings:
         console.print(f"note: {warning}", highlight=False, soft_wrap=True)
     written = ["comparison.html", "comparison.csv"]
@@ -58,7 +67,7 @@ def csv_text(found: Comparison) -> str:
     return text.getvalue()
 
 
-def page(found: Comparison) -> str:
+def page(found: Comparison, share: float | None = None) -> str:
     """The HTML text. It loads nothing from a network."""
     notes = "".join(f'<p class="warn">{escape(warning)}</p>' for warning in found.warnings)
     first = found.runs[0].reports[found.steps[0]]
@@ -72,8 +81,20 @@ def page(found: Comparison) -> str:
         f"{_tiles(found)}"
         f'<section class="card"><h2>Time of each step</h2>{_legend(found)}{chart}</section>'
         f'<section class="card"><h2>Steps</h2><div class="scroll">{_html_table(found)}</div>'
-        f'<p class="note">{_ABOUT}</p></section></main></body></html>\n'
+        f'<p class="note">{_ABOUT}</p></section>{_end_to_end(found, share)}</main></body></html>\n'
     )
+
+
+def _end_to_end(found: Comparison, share: float | None) -> str:
+    """What each switching run's measured gain makes of whole training steps."""
+    parts = []
+    for i, run in enumerate(found.runs):
+        if (gain := found.speedup(i)) is not None:
+            parts.append(f"<h3>{escape(run.name)}</h3>{projection_table(gain, share)}")
+    if not parts:
+        return ""
+    about = "Measured gain over the better static run, with everything else of a training step unchanged."
+    return f'<section class="card">{"".join(parts)}<p class="note">{about}</p></section>'
 
 
 _ABOUT = (

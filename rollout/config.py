@@ -12,7 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from moebius.engine.config import EngineConfig
 from moebius.rollout.errors import BadInput, validate
 from moebius.rollout.job_config import JobSettings
+from moebius.rollout.service_types import ServiceSettings
 from moebius.rollout.types import Sampling
+
+
+class Place(BaseModel):
+    """Where ranks run when the caller holds the resources already: Ray is then asked for neither GPUs nor CPUs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    node: str | None = Field(None, description="Ray's id of the node; None: the one of the calling process.")
+    devices: list[str] = Field(
+        default_factory=list, description="GPU of each rank, as CUDA_VISIBLE_DEVICES names them; none on CPU."
+    )
 
 
 class RolloutConfig(BaseModel):
@@ -29,8 +41,24 @@ class RolloutConfig(BaseModel):
     ray_address: str | None = Field(
         None, description="Ray cluster to join; None: RAY_ADDRESS if set, else a local one."
     )
+    update_mode: Literal["in_place", "staged"] = Field(
+        "in_place",
+        description="Weight updates. in_place: nothing is held twice; after a failed one only a full one helps. "
+        "staged: in the ranks' host memory until all is there; after a failed one the old weights serve on.",
+    )
     cpus_per_rank: float = Field(1, gt=0, description="CPUs that Ray sets aside per rank.")
+    place: Place | None = Field(None, description="Run on these GPUs, which the caller holds; None: Ray chooses.")
+    service: ServiceSettings = ServiceSettings()
     job: JobSettings | None = Field(None, description="Steps of `python -m moebius.rollout.job`; see docs/deepmath.md.")
+
+    @model_validator(mode="after")
+    def _a_device_for_each_rank(self) -> RolloutConfig:
+        devices = self.place.devices if self.place else []
+        if devices and len(set(devices)) != self.ranks:
+            raise ValueError(f"place.devices names {devices}; {self.ranks} ranks need as many different GPUs")
+        if self.place and self.device == "cuda" and not devices:
+            raise ValueError("place.devices is empty: name the GPU of each rank, or leave `place` out")
+        return self
 
     @model_validator(mode="after")
     def _room_for_a_prompt(self) -> RolloutConfig:

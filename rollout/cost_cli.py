@@ -160,7 +160,10 @@ def calibrate(
     contexts: Annotated[str, typer.Option(help="Comma-separated prompt lengths.")] = "128,2048",
     iterations: Annotated[int, typer.Option(min=4, help="Iterations measured per layout and point.")] = 40,
 ) -> None:
-    """Measure iterations of both layouts and switches on this machine. Times mean something on CUDA only."""
+    """Measure iterations of both layouts and switches on this machine. Times mean something on CUDA only.
+
+    Later starts with engine.policy.costs: auto find the costs, where the settings that matter for speed are equal.
+    """
     from moebius.engine.calibrate import Grid
     from moebius.rollout.bench.cli import _integers, _setup
     from moebius.rollout.bench.engines import Engines
@@ -171,7 +174,9 @@ def calibrate(
         contexts=tuple(_integers(contexts, "--contexts")),
         iterations=iterations,
     )
-    setup = _setup(config, overrides, ranks, max(grid.batches), weights, out)
+    # CUDA graphs of both layouts as far as the policy that uses costs needs them, whatever the config's own would do.
+    fixed = ["engine.policy.kind=predictive", "engine.policy.costs=null", "engine.policy.threshold_source=given"]
+    setup = _setup(config, [*(overrides or []), *fixed], ranks, max(grid.batches), weights, out)
     with Engines(setup, ["moebius"], out / "logs", typer.echo) as engines:
         costs, notes = calibrate_fleet(engines, grid)
     path = out / "costs.json"

@@ -61,7 +61,7 @@ def run_demo(
 ) -> Path:
     """Run `steps` rounds of generate, reward and weight update, and return the path of the HTML report.
 
-    Writes into `out_dir`: the model, questions.jsonl, rollouts.jsonl, step_NNNN.json and report.html.
+    Writes into `out_dir`: the model, questions.jsonl, rollouts.jsonl, step_NNNN.json, report.html and step.svg.
 
     Raises:
         BadInput: a size is out of range.
@@ -73,6 +73,7 @@ def run_demo(
     from transformers.utils import logging as transformers_logging
 
     from moebius.rollout.group import RolloutGroup
+    from moebius.rollout.report_picture import picture
 
     transformers_logging.disable_progress_bar()
     console = console or Console()
@@ -98,8 +99,9 @@ def run_demo(
             if step + 1 < steps:
                 perturb(weights, advantages(rewards), seed=step)
                 group.update_weights(weights.items(), version=step + 1)
-    page = run.path / "report.html"
-    console.print(f"report: {page}", highlight=False, soft_wrap=True)
+    page, drawn = run.path / "report.html", run.path / "step.svg"
+    drawn.write_text(picture(report), encoding="utf-8")
+    console.print(f"report: {page}; its last step as a picture: {drawn}", highlight=False, soft_wrap=True)
     return page
 
 

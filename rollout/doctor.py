@@ -191,6 +191,42 @@ def check_moe_configs() -> Check:
     return Check(name, True, f"{tuned} beside vLLM's own, in {folder}")
 
 
+# In a process of its own: loads verl as a job does, and if it did not take our plug-in, tries to find out why.
+_VERL_PROBE = """
+import verl
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+if "moebius" not in RolloutReplicaRegistry._registry:
+    import moebius.rollout.integrations.verl.plugin
+    raise SystemExit("verl has not looked for plug-ins, or found another entry point")
+print("LOADED", RolloutReplicaRegistry.get("moebius").__name__, get_rollout_class("moebius").__name__)
+"""
+
+
+def check_verl(timeout_s: float = PATCH_TIMEOUT_S) -> Check:
+    """Where verl is installed, it loads our plug-in: verl hides a failure of it. Tried in a process of its own."""
+    try:
+        found = metadata.version("verl")
+    except metadata.PackageNotFoundError:
+        return Check("verl", True, "not installed; needed only for training with verl")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _VERL_PROBE], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("verl", False, f"did not load within {timeout_s:.0f} s", "run it again when the disk is warm")
+    loaded = re.search(r"^LOADED (\w+) (\w+)$", done.stdout, re.MULTILINE)
+    if done.returncode == 0 and loaded:
+        return Check("verl", True, f"{found} knows rollout.name=moebius ({loaded[1]}, {loaded[2]})")
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return Check(
+        "verl",
+        False,
+        f"{found} does not know rollout.name=moebius: {last}",
+        "unset VERL_USE_EXTERNAL_PLUGINS, or name moebius in it; then install this package again beside verl",
+    )
+
+
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is the one for CPU."""
     try:
@@ -211,6 +247,7 @@ CHECKS: list[Callable[[], Check]] = [
     check_leftovers,
     check_multicast,
     check_moe_configs,
+    check_verl,
 ]
 
 

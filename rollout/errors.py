@@ -33,6 +33,10 @@ class RankDied(MoebiusError):
         self.step = step
 
 
+class QueueFull(MoebiusError):
+    """A service holds as many unfinished samples as it may. Nothing was taken in: try again when some have ended."""
+
+
 class IncompleteStep(MoebiusError):
     """A step ended without every sample it was asked for."""
 

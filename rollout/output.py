@@ -76,7 +76,7 @@ class RunFolder:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.rollouts = self.path / "rollouts.jsonl"
-        made = ("report.html", "report.csv", "report_switches.csv", "report.png")
+        made = ("report.html", "report.csv", "report_switches.csv", "report.png", "step.svg")
         for old in [self.rollouts, *(self.path / name for name in made), *self.path.glob("step_*.json")]:
             old.unlink(missing_ok=True)
 
@@ -99,7 +99,9 @@ class RunFolder:
         report.write(self.path)
         with self.rollouts.open("a", encoding="utf-8") as lines:
             for rollout in rollouts:
-                row = {"step": report.step, "answer": answers[rollout.prompt_index], **asdict(rollout)}
+                row = asdict(rollout) | {"step": report.step, "answer": answers[rollout.prompt_index]}
+                for sample in row["samples"]:
+                    del sample["routed_experts"]  # for trainers; as text it would be many times the tokens
                 if rewards is not None:
                     row["rewards"] = rewards[rollout.prompt_index]
                 lines.write(json.dumps(row, ensure_ascii=False) + "\n")

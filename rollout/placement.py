@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError
@@ -47,6 +48,8 @@ def resolve_device(config: RolloutConfig) -> str:
     """ "cpu" or "cuda": as configured, for "auto" cuda where the cluster has a GPU."""
     if config.device != "auto":
         return config.device
+    if config.place is not None:
+        return "cuda" if config.place.devices else "cpu"
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
@@ -73,6 +76,18 @@ def reserve(config: RolloutConfig, device: str) -> PlacementGroup:
         free = f"after {timeout:.0f} s the whole cluster has free only"
         raise MoebiusError(_words(config, needed, ray.available_resources(), free, "end other jobs or groups"))
     return group
+
+
+def on_node(node: str | None) -> NodeAffinitySchedulingStrategy:
+    """Ray's instruction to run an actor on one node (None: this one) and nowhere else.
+
+    Raises MoebiusError if there is no such node.
+    """
+    wanted = ray.get_runtime_context().get_node_id() if node is None else node
+    alive = [str(known["NodeID"]) for known in ray.nodes() if known["Alive"]]
+    if wanted not in alive:
+        raise MoebiusError(f"place.node: the Ray cluster has no node {wanted!r}; it has {', '.join(alive)}")
+    return NodeAffinitySchedulingStrategy(node_id=wanted, soft=False)
 
 
 _ADVICE = "lower `ranks` or `cpus_per_rank`, or start Ray with more"

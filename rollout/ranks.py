@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError, RankDied
-from moebius.rollout.placement import reserve
+from moebius.rollout.placement import on_node, reserve
 from moebius.rollout.report_startup import RankStart, rank_start
 from moebius.rollout.shm import parse_ident, remove_own, start_ticks
 from moebius.rollout.worker import EngineError, EngineInfo, Progress, RankHost, RankSetup, RankWorker, actor_options
@@ -44,7 +44,7 @@ class RankError(MoebiusError):
 class Ranks:
     """Started rank actors. Build with `Ranks.start`; `close` ends them, however they are."""
 
-    def __init__(self, handles: list[Any], placement: PlacementGroup) -> None:
+    def __init__(self, handles: list[Any], placement: PlacementGroup | None) -> None:
         self.handles = handles
         self.hosts: list[RankHost] = []
         self.ident = ""
@@ -55,13 +55,16 @@ class Ranks:
     def start(cls, config: RolloutConfig, device: str) -> tuple[Ranks, EngineInfo]:
         """Place and start all ranks. Raises MoebiusError (RankDied, RankError) in words; nothing is left running."""
         deadline = time.monotonic() + config.startup_timeout_s
-        placement = reserve(config, device)
         actor = ray.remote(RankWorker)
-        handles = []
-        for rank in range(config.ranks):
-            where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
+        placement: PlacementGroup | None = None
+        if config.place is not None:  # the caller holds the resources
+            options = actor_options("cpu", 0)
+            where: list[Any] = [on_node(config.place.node)] * config.ranks
+        else:
+            placement = reserve(config, device)
             options = actor_options(device, config.cpus_per_rank)
-            handles.append(actor.options(**options, scheduling_strategy=where).remote(rank))
+            where = [PlacementGroupSchedulingStrategy(placement, rank) for rank in range(config.ranks)]
+        handles = [actor.options(**options, scheduling_strategy=at).remote(rank) for rank, at in enumerate(where)]
         ranks = cls(handles, placement)
         try:
             return ranks, ranks._build_engines(config, device, deadline)
@@ -75,6 +78,8 @@ class Ranks:
 
         self.hosts = self.call("host", what="start-up", timeout_s=left())
         devices = [device_id for host in self.hosts for device_id in host.devices]
+        if config.place is not None:
+            devices = config.place.devices
         if device == "cuda" and len(set(devices)) != config.ranks:
             raise MoebiusError(f"each rank needs a GPU of its own, Ray gave {[host.devices for host in self.hosts]}")
         self.ident, port = self.gather({self.handles[0].claim.remote(): 0}, what="start-up", timeout_s=left())[0]
@@ -113,7 +118,7 @@ class Ranks:
         answers: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        watch = _ProgressWatch(self) if on_poll else None
+        watch = ProgressWatch(self) if on_poll else None
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=POLL_S)
             for ref in ready:
@@ -160,7 +165,8 @@ class Ranks:
                 ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_S)
             for handle in self.handles:
                 ray.kill(handle, no_restart=True)
-            remove_placement_group(self._placement)
+            if self._placement is not None:
+                remove_placement_group(self._placement)
             self._wait_for_exit()
         ident = parse_ident(self.ident)
         if ident is not None:
@@ -196,7 +202,7 @@ class Ranks:
         return path + "".join(f"\n  | {line}" for line in told[-5:])
 
 
-class _ProgressWatch:
+class ProgressWatch:
     """Asks every rank for progress without ever waiting for an answer."""
 
     def __init__(self, ranks: Ranks) -> None:

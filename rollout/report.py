@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import get_args
 
-from moebius.engine.types import SampleResult, StepOutcome, StepStats, SwitchRecord
+from moebius.engine.costs import CostModel
+from moebius.engine.types import SampleKey, SampleResult, StepOutcome, StepStats, SwitchRecord
 from moebius.rollout.errors import BadInput, MoebiusError, validate
+from moebius.rollout.hindsight import static_times
 from moebius.rollout.report_startup import RankStart
 from moebius.rollout.report_types import (
     CancelledEntry,
@@ -20,6 +22,7 @@ from moebius.rollout.report_types import (
     FinishReason,
     Phases,
     SampleEntry,
+    SampleTimes,
     StepReport,
     SwitchEntry,
 )
@@ -38,25 +41,32 @@ def build_report(
     prompt_tokens: Mapping[int, int] | Sequence[int],
     update_weights_s: float | None = None,
     startup: Sequence[RankStart] | None = None,
+    costs: CostModel | None = None,
+    costs_from: str = "",
     versions: Mapping[str, str] | None = None,
     created: datetime | None = None,
 ) -> StepReport:
     """The report of a step from the outcomes of all its ranks, in any order.
 
     `prompt_tokens[i]` is the length of prompt i in tokens. `startup` belongs to the first report after a start.
-    `versions` and `created` default to what is installed and to now. Raises BadInput when a rank is missing or double,
-    a sample is double or its prompt has no length, and MoebiusError when the ranks tell of different switches.
+    `costs`, and words about where they come from, say what static layouts would have taken. `versions` and `created`
+    default to what is installed and to now. Raises BadInput when a rank is missing or double, a sample is double or its
+    prompt has no length, and MoebiusError when the ranks tell of different switches.
     """
     stats = sorted((outcome.stats for outcome in outcomes), key=lambda s: s.rank)
     if not stats or [s.rank for s in stats] != list(range(stats[0].world_size)):
         expected = stats[0].world_size if stats else "all"
         raise BadInput(f"a step report needs one outcome of each of {expected} ranks, got {[s.rank for s in stats]}")
-    samples = _samples([result for outcome in outcomes for result in outcome.results], prompt_tokens)
+    results = sorted((result for outcome in outcomes for result in outcome.results), key=lambda r: r.key)
+    samples = _samples(results, prompt_tokens)
     reasons = Counter(sample.finish_reason for sample in samples)
     durations = _durations(stats)
     output_tokens = sum(sample.output_tokens for sample in samples)
     iterations = stats[0].iterations
-    return StepReport(
+    # Samples of earlier steps bring tokens of those; parked ones keep theirs.
+    whole = not any(s.resumed or s.parked for s in stats)
+    sampled = output_tokens if whole else sum(iteration.tokens for iteration in iterations)
+    report = StepReport(
         step=step,
         policy_version=policy_version,
         model=model,
@@ -69,9 +79,12 @@ def build_report(
             samples=len(samples),
             prompt_tokens=sum({sample.prompt: sample.prompt_tokens for sample in samples}.values()),
             output_tokens=output_tokens,
+            resumed=sum(s.resumed for s in stats),
+            parked=sum(s.parked for s in stats),
             finish_reasons={reason: reasons[reason] for reason in get_args(FinishReason)},
         ),
         samples=samples,
+        sample_times=_times(results),
         timeline=thin(points(iterations)),
         durations_s=durations,
         switches=_switches(stats),
@@ -82,12 +95,13 @@ def build_report(
             DecisionEntry(target=d.target, reason=d.reason, outcome=d.outcome, inputs=d.inputs)
             for d in stats[0].decisions
         ],
-        tokens_per_s=output_tokens / durations.total if durations.total > 0 else 0.0,
+        tokens_per_s=sampled / durations.total if durations.total > 0 else 0.0,
         iteration_ms=percentiles(iterations),
         update_weights_s=update_weights_s,
         return_reshard_ms=max(s.return_reshard_ms for s in stats),
         startup=None if startup is None else list(startup),
     )
+    return report.model_copy(update={"counterfactual": static_times(report, costs, costs_from)})
 
 
 def installed_versions() -> dict[str, str]:
@@ -110,9 +124,9 @@ def installed_versions() -> dict[str, str]:
 
 def _samples(results: Sequence[SampleResult], prompt_tokens: Mapping[int, int] | Sequence[int]) -> list[SampleEntry]:
     entries = []
-    seen: dict[tuple[int, int], int] = {}
-    for result in sorted(results, key=lambda r: r.key):
-        prompt, sample = result.key
+    seen: dict[SampleKey, int] = {}
+    for result in results:
+        prompt, sample = result.key[:2]
         if result.key in seen:
             raise BadInput(
                 f"prompt {prompt}, sample {sample} came back twice: ranks {seen[result.key]} and {result.rank}"
@@ -132,6 +146,17 @@ def _samples(results: Sequence[SampleResult], prompt_tokens: Mapping[int, int] |
         }
         entries.append(validate(SampleEntry, fields, f"prompt {prompt}, sample {sample}"))
     return entries
+
+
+def _times(results: Sequence[SampleResult]) -> SampleTimes | None:
+    """When samples came and ended; None where a rank has not recorded it. Exact to a tenth of a millisecond."""
+    if any(result.ended_iteration < 0 for result in results):
+        return None
+    return SampleTimes(
+        arrived_s=[round(result.arrived_s, 4) for result in results],
+        ended_s=[round(result.ended_s, 4) for result in results],
+        ended_iteration=[result.ended_iteration for result in results],
+    )
 
 
 def _durations(stats: Sequence[StepStats]) -> Durations:
@@ -158,6 +183,7 @@ def _switch(records: Sequence[SwitchRecord]) -> SwitchEntry:
     """One entry of the same switch seen by every rank: longest times, summed bytes, worst use of KV pages."""
     names = {name for record in records for name in record.phases_ms}
     longest = {name: max(record.phases_ms.get(name, 0.0) for record in records) for name in names}
+    device = {name: max(record.device_ms.get(name, 0.0) for record in records) for name in records[0].device_ms}
     first = records[0]
     return SwitchEntry(
         to=first.to,
@@ -168,6 +194,7 @@ def _switch(records: Sequence[SwitchRecord]) -> SwitchEntry:
         kv_tokens=max(record.kv_tokens for record in records),
         phases_ms=validate(Phases, longest, "switch phases"),
         pause_ms=max(record.pause_ms for record in records),
+        device_ms=device,
         expert_bytes=sum(record.expert_bytes for record in records),
         kv_bytes=sum(record.kv_bytes for record in records),
         kv_use_before=max(record.kv_use_before for record in records),

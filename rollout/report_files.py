@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moebius.rollout.cost_files import load_costs
+from moebius.rollout.hindsight import SHARES, end_to_end
 from moebius.rollout.report_html import hindsight, load_reports, write_html
 from moebius.rollout.report_parts import LAYOUTS, NONE, seconds
-from moebius.rollout.report_run import decoding, medians
+from moebius.rollout.report_run import decoding, medians, sums
 from moebius.rollout.report_types import Layout, Phases, StepReport
 from moebius.rollout.svg import short
 
@@ -33,17 +34,23 @@ _COLOURS = {"burst": "#2f74d0", "switch": "#a63d8f", "tail": "#d9822b", "other":
 _BY_LAYOUT: dict[Layout, str] = {"EP": _COLOURS["burst"], "TP": _COLOURS["tail"]}
 
 
-def report_run(directory: str | Path, costs_file: str | Path | None = None, console: Console | None = None) -> Path:
+def report_run(
+    directory: str | Path,
+    costs_file: str | Path | None = None,
+    console: Console | None = None,
+    share: float | None = None,
+) -> Path:
     """Write report.html, report.csv, report_switches.csv and, with matplotlib, report.png into a run's folder.
 
-    `costs_file` is one of `moebius calibrate`. Prints a table and returns the path of the page. Raises BadInput for a
+    `costs_file` is one of `moebius calibrate`; None: static times are those of the reports, if they have any. `share`
+    of a training step's time is its rollout. Prints a table and returns the path of the page. Raises BadInput for a
     folder without step reports, a broken one, and costs that do not fit.
     """
     directory, console = Path(directory), console or Console()
     costs = None if costs_file is None else load_costs(costs_file)
     reports = load_reports(directory)
-    static = {} if costs is None else hindsight(reports, costs)
-    path = write_html(directory, costs)
+    static = hindsight(reports, costs)
+    path = write_html(directory, costs, share)
     steps = [_step_row(r) for r in reports]
     for row in steps:
         if (found := static.get(row["step"])) is not None:
@@ -52,10 +59,16 @@ def report_run(directory: str | Path, costs_file: str | Path | None = None, cons
     write_csv(directory / "report_switches.csv", SWITCH_FIELDS, _switch_rows(reports))
     console.print(summary(reports))
     if static:
-        measured = sum(c.measured_s for c in static.values())
-        ep, tp = (sum(getattr(c, name) for c in static.values()) for name in ("static_ep_s", "static_tp_s"))
+        measured, ep, tp = sums(static)
         line = f"by the costs: static EP {seconds(ep)}, static TP {seconds(tp)}; measured {seconds(measured)}"
-        console.print(f"{line}, {min(ep, tp) / measured:.3f}x", highlight=False, soft_wrap=True)
+        if measured:
+            gain = min(ep, tp) / measured
+            line += f", {gain:.3f}x; {projection_words(gain, share)}"
+        console.print(line, highlight=False, soft_wrap=True)
+    else:
+        console.print(
+            f"static layouts: not known: {reports[-1].counterfactual.reason}", highlight=False, soft_wrap=True
+        )
     written = ["report.csv", "report_switches.csv"]
     if write_png(reports, directory / "report.png"):
         written.append("report.png")
@@ -66,6 +79,13 @@ def report_run(directory: str | Path, costs_file: str | Path | None = None, cons
         )  # fmt: skip
     console.print(f"{path}, beside it {', '.join(written)}", highlight=False, soft_wrap=True, markup=False)
     return path
+
+
+def projection_words(gain: float, share: float | None) -> str:
+    """A gain of rollouts as one of whole training steps."""
+    shares = (SHARES[0], SHARES[-1]) if share is None else (share,)
+    parts = [f"{e.speedup:.3f}x at {100 * e.rollout_share:g} %" for e in end_to_end(gain, shares)]
+    return f"whole training steps {' and '.join(parts)} of their time in rollouts"
 
 
 def summary(reports: Sequence[StepReport]) -> Table:
@@ -126,7 +146,7 @@ def _step_row(r: StepReport) -> dict[str, Any]:
 def _switch_rows(reports: Sequence[StepReport]) -> Iterable[dict[str, Any]]:
     for r in reports:
         for s in r.switches:
-            values = s.model_dump(exclude={"phases_ms", "live_by_rank"})
+            values = s.model_dump(exclude={"phases_ms", "live_by_rank", "device_ms"})
             phases = {f"{name}_ms": ms for name, ms in s.phases_ms.model_dump().items()}
             yield {"step": r.step, **values, **phases}
 

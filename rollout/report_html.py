@@ -12,7 +12,7 @@ import numpy as np
 from moebius.engine.costs import CostModel
 from moebius.rollout import report_run
 from moebius.rollout.errors import BadInput
-from moebius.rollout.hindsight import Counterfactual, counterfactual
+from moebius.rollout.hindsight import Counterfactual, counterfactual, told
 from moebius.rollout.report_parts import LAYOUTS, NONE, card, fitted, legend, parts_of, seconds, table
 from moebius.rollout.report_startup import RankStart
 from moebius.rollout.report_step import step_card
@@ -34,14 +34,15 @@ def load_reports(directory: str | Path) -> list[StepReport]:
     return sorted(reports, key=lambda r: r.step)
 
 
-def write_html(directory: str | Path, costs: CostModel | None = None) -> Path:
+def write_html(directory: str | Path, costs: CostModel | None = None, share: float | None = None) -> Path:
     """Write report.html into `directory` from every step_*.json in it, and return its path.
 
-    With `costs` the page also says what static layouts would have taken. Raises BadInput when there is no step report,
-    one is broken, or the costs are of another number of ranks or hold no switch.
+    What static layouts would have taken is taken from the reports, or computed anew from `costs`. `share` of a training
+    step's time is its rollout: a row of its own in the end-to-end projection. Raises BadInput when there is no step
+    report, one is broken, or the costs are of another number of ranks or hold no switch.
     """
     directory = Path(directory)
-    text = page(load_reports(directory), costs)
+    text = page(load_reports(directory), costs, share)
     path, temporary = directory / "report.html", directory / f".report.html.{os.getpid()}.tmp"
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -51,8 +52,10 @@ def write_html(directory: str | Path, costs: CostModel | None = None) -> Path:
     return path
 
 
-def hindsight(reports: Sequence[StepReport], costs: CostModel) -> dict[int, Counterfactual]:
-    """By step, those with tokens: what static layouts would have taken. Raises BadInput as `write_html` says."""
+def hindsight(reports: Sequence[StepReport], costs: CostModel | None) -> dict[int, Counterfactual]:
+    """By step, where it is known: what static layouts would have taken. Raises BadInput as `write_html` says."""
+    if costs is None:
+        return {r.step: found for r in reports if (found := told(r)) is not None}
     if not costs.switches:
         raise BadInput(
             f"--costs: {costs.source or 'the costs'} hold no switch, which the best single switch needs: calibrate "
@@ -61,8 +64,8 @@ def hindsight(reports: Sequence[StepReport], costs: CostModel) -> dict[int, Coun
     return {r.step: counterfactual(r, costs) for r in reports if r.counts.output_tokens}
 
 
-def page(reports: Sequence[StepReport], costs: CostModel | None = None) -> str:
-    """The HTML text for step reports in any order."""
+def page(reports: Sequence[StepReport], costs: CostModel | None = None, share: float | None = None) -> str:
+    """The HTML text for step reports in any order; arguments as of `write_html`."""
     reports = sorted(reports, key=lambda r: r.step)
     last, shown = reports[-1], reports[-(DETAILED_STEPS if len(reports) <= LONG_RUN else DETAILED_STEPS // 2) :]
     limit = max(64, min(512, BUDGET_POINTS // len(shown)))
@@ -78,8 +81,7 @@ def page(reports: Sequence[StepReport], costs: CostModel | None = None) -> str:
         card("All steps", f'<div class="charts">{figures}</div>') if figures else "",
         report_run.switch_card(reports),
     ]
-    if costs is not None:
-        body.append(report_run.hindsight_card(reports, hindsight(reports, costs), costs.source or "the costs file"))
+    body.append(report_run.hindsight_card(reports, hindsight(reports, costs), _source(reports, costs), share))
     starts = next((r.startup for r in reversed(reports) if r.startup), None)
     if starts:
         body.append(_start(starts))
@@ -92,6 +94,15 @@ def page(reports: Sequence[StepReport], costs: CostModel | None = None) -> str:
         f"<title>Rollout report: {escape(last.model)}</title><style>{CSS}</style></head>"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
+
+
+def _source(reports: Sequence[StepReport], costs: CostModel | None) -> str:
+    """Where costs come from, or why there are none."""
+    if costs is not None:
+        return costs.source or "the costs file"
+    found = [r.counterfactual for r in reports]
+    known = next((static.source for static in reversed(found) if static.reason is None), None)
+    return known or found[-1].reason or ""
 
 
 def _tiles(reports: Sequence[StepReport]) -> str:

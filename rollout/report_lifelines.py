@@ -1,6 +1,6 @@
-"""When each sample of a step began and ended, from its length and the step's timeline.
+"""When each sample of a step began and ended: as recorded, or else told from its length and the step's timeline.
 
-A report has no times by sample. How many samples had ended at a time is known: it is what the live count has fallen by.
+A report without times by sample still knows how many had ended at a time: it is what the live count has fallen by.
 Samples that decode together, a token each per iteration, end in the order of their lengths; so the r-th shortest sample
 ended where the live count fell by the r-th. That is exact, as far as the timeline is, when all samples decode from the
 first iterations on; the timeline itself shows whether they did.
@@ -37,10 +37,13 @@ class Lifelines:
     end: Array
     prefill: int
     waited: bool  # samples waited for room or were preempted: lines are approximate
+    recorded: bool = False  # by the ranks; a line begins when its sample came, with its prefill
 
     @property
     def note(self) -> str:
         """How far the lines can be trusted, in a sentence."""
+        if self.recorded:
+            return "from arrival to end, as the ranks recorded them"
         if self.waited:
             return "approximate: samples waited for room, and the report has no times by sample"
         exact = "one iteration" if self.prefill <= 1 else f"the {self.prefill} iterations with prefill"
@@ -71,6 +74,9 @@ def prefill_points(report: StepReport) -> int:
 def lifelines(report: StepReport) -> Lifelines | None:
     """Begin and end of every sample; None when the timeline cannot tell: samples joined later, or there are none."""
     series, count = report.timeline, len(report.samples)
+    if (times := report.sample_times) is not None and count:
+        arrived, ended = np.array(times.arrived_s), np.array(times.ended_s)
+        return Lifelines(arrived, np.maximum(arrived, ended), prefill_points(report), False, recorded=True)
     live = np.array([count, *(p.live for p in series)])
     if not series or not count or np.any(np.diff(live) > 0) or live[-1] > 0:
         return None

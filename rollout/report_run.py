@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout as EngineLayout
-from moebius.rollout.hindsight import Counterfactual
+from moebius.rollout.hindsight import SHARES, Counterfactual, end_to_end
 from moebius.rollout.report_lifelines import prefill_points
 from moebius.rollout.report_parts import (
     LAYOUTS,
@@ -204,10 +204,12 @@ def update_card(reports: Sequence[StepReport]) -> str:
     return figure("Weight updates", legend(names) + chart, f"before each step; {len(found)} steps{shown}")
 
 
-def hindsight_card(reports: Sequence[StepReport], found: Mapping[int, Counterfactual], source: str) -> str:
-    """What static layouts would have taken, by costs: a bar for each, and a table."""
+def hindsight_card(
+    reports: Sequence[StepReport], found: Mapping[int, Counterfactual], source: str, share: float | None = None
+) -> str:
+    """What static layouts would have taken, by costs: a bar for each, a table, and what it makes of training steps."""
     if not found:
-        return ""
+        return card("Static layouts in hindsight", "", f"Not known: {source}.")
     bars, rows = [], []
     for r in reports:
         if (c := found.get(r.step)) is None:
@@ -218,10 +220,13 @@ def hindsight_card(reports: Sequence[StepReport], found: Mapping[int, Counterfac
             ("", [Part(c.static_tp_s, "tp", f"static TP: {c.static_tp_s:.2f} s")], ""),
         ]
         times = (c.measured_s, c.static_ep_s, c.static_tp_s, c.best_single_s)
-        rows.append([str(r.step), *(f"{value:.2f}" for value in times), f"{c.gain:.3f}x"])
-    sums = [sum(getattr(c, name) for c in found.values()) for name in _TIMES]
-    best, measured = min(sums[1], sums[2]), sums[0]
-    rows.append(["all", *(f"{value:.2f}" for value in sums), f"{best / measured:.3f}x" if measured else NONE])
+        rows.append([str(r.step), *(NONE if t is None else f"{t:.2f}" for t in times), f"{c.gain:.3f}x"])
+    measured, ep, tp = sums(found)
+    best = min(ep, tp)
+    cells = [f"{value:.2f}" for value in (measured, ep, tp)]
+    single = [c.best_single_s for c in found.values() if c.best_single_s is not None]
+    cells.append(f"{sum(single):.2f}" if len(single) == len(found) else NONE)
+    rows.append(["all", *cells, f"{best / measured:.3f}x" if measured else NONE])
     names = (("bar", "measured"), ("ep", "static EP, by costs"), ("tp", "static TP, by costs"))
     drawn = fitted(
         lambda width: stacked_bars(
@@ -230,11 +235,28 @@ def hindsight_card(reports: Sequence[StepReport], found: Mapping[int, Counterfac
     )
     heads = ["step", "measured s", "static EP s", "static TP s", "best single switch s", "better static / measured"]
     note = (
-        f"Static times and the best single switch are predictions by the costs in {source}, of decoding alone: prefill "
-        "is part of what was measured and not of them. moebius bench measures static layouts themselves. In all: "
+        f"Static times and the best single switch are predictions ({source}) of decoding alone: prefill is part of "
+        "what was measured and not of them. moebius bench measures static layouts themselves. In all: "
         f"{seconds(measured)} measured, {seconds(best)} in the better static layout."
     )
-    return card("Static layouts in hindsight", f"{legend(names)}{drawn}{table(heads, rows)}", note)
+    body = f"{legend(names)}{drawn}{table(heads, rows)}"
+    if measured:
+        body += projection_table(best / measured, share)
+    return card("Static layouts in hindsight", body, note)
 
 
-_TIMES = ("measured_s", "static_ep_s", "static_tp_s", "best_single_s")
+def sums(found: Mapping[int, Counterfactual]) -> tuple[float, float, float]:
+    """Seconds over all steps: measured, static EP, static TP."""
+    values = list(found.values())
+    return sum(c.measured_s for c in values), sum(c.static_ep_s for c in values), sum(c.static_tp_s for c in values)
+
+
+def projection_table(gain: float, share: float | None) -> str:
+    """What rollouts `gain` times as fast make of whole training steps, by the rollout's share of their time."""
+    shares = tuple(sorted({*SHARES, *(() if share is None else (share,))}))
+    rows = [
+        [f"{100 * e.rollout_share:g} %" + (" (given)" if e.rollout_share == share else ""), f"{e.speedup:.3f}x"]
+        for e in end_to_end(gain, shares)
+    ]
+    heads = ["rollout's share of a training step", f"whole step, rollout {gain:.3f}x as fast"]
+    return f"<h3>End to end</h3>{table(heads, rows)}"

@@ -80,6 +80,8 @@ class RankStart(_Part):
     buffer_s: float = Field(ge=0, description="Seconds of allocating the unified buffer.")
     other_s: float = Field(ge=0, description="Seconds of everything between.")
     total_s: float = Field(ge=0, description="Seconds of building the engine, which import_s is not part of.")
+    calibration_s: float = Field(0.0, ge=0, description="Within other_s: measuring what the policy needs to know.")
+    costs: str = Field("", description="Where the costs of iterations and switches come from.")
     runtimes: list[RuntimeStart] = Field(description="The runtimes in the order they were built.")
     memory: Memory = Field(description="Where the memory goes.")
 
@@ -104,6 +106,8 @@ def startup_line(starts: Sequence[RankStart]) -> str:
             f"{built.layout} {built.total_s:.1f} (load {built.load_s:.1f}, profile {built.profile_s:.1f}, "
             f"warm-up {built.warmup_s:.1f}, capture {built.capture_s:.1f})"
         )
+    if slowest.calibration_s:
+        parts.append(f"calibration {slowest.calibration_s:.1f}")
     fullest = max((start.memory for start in starts), key=lambda memory: memory.used_bytes)
     costs = [
         f"{nbytes / 1e9:.2f} GB ({100 * nbytes / (fullest.device_bytes or 1):.1f} %) over static {layout}"

@@ -27,18 +27,18 @@ from moebius.rollout.timeline import thin
 PHASE_CHARTS = 2  # switches of a step drawn by phase; all of them are in the table of switches
 LIFELINES = 190  # lines drawn: one per unit of the drawing's height, more could not be told apart
 DECISIONS = 24
+ARRIVAL_BINS = 80
 
 
 def step_card(report: StepReport, limit: int, *, is_open: bool) -> str:
     """A step with at most `limit` points of its timeline drawn."""
     series = thin(report.timeline, limit)
-    marks = [Mark(s.t, s.t + s.pause_ms / 1e3, f"to {s.to}, {s.live:,} live") for s in report.switches]
-    bands = [Band(s.start, s.end, _css(s.layout)) for s in spans(report.timeline)]
-    end = max([report.durations_s.total, *(p.t for p in series)])
+    drawn, note = lifeline_drawing(report)
     charts = [
-        figure("Live samples", _live_chart(series, marks, bands, end), "over all ranks, after each iteration"),
-        figure("Output tokens per second", _rate_chart(series, marks, end), "over all ranks, by iteration"),
-        _lifeline_figure(report, bands, end),
+        figure("Live samples", live_drawing(report, limit), "over all ranks, after each iteration"),
+        figure("Output tokens per second", _rate_chart(series, _marks(report), _end(report)), "over all ranks"),
+        figure("Sample lifelines", drawn, note),
+        *_arrivals(report),
         figure("Output lengths", _length_chart(report), "samples by output tokens"),
     ]
     charts += [
@@ -74,16 +74,56 @@ def _by_layout(series: Sequence[TimelinePoint], values: Sequence[float]) -> list
     return runs
 
 
-def _live_chart(series: Sequence[TimelinePoint], marks: Sequence[Mark], bands: Sequence[Band], end: float) -> str:
+def live_drawing(report: StepReport, limit: int, height: float = 190.0) -> str:
+    """Live samples over time with the layouts as background and each switch marked, of at most `limit` points."""
+    series = thin(report.timeline, limit)
     return lines(
         _by_layout(series, [float(p.live) for p in series]),
-        marks=marks,
-        bands=bands,
+        marks=_marks(report),
+        bands=_bands(report),
         x_label="seconds since the step began",
         label="Live samples over time",
-        x_top=end,
+        x_top=_end(report),
         y_top=max((p.live for p in series), default=0),
+        height=height,
     )
+
+
+def _marks(report: StepReport) -> list[Mark]:
+    return [Mark(s.t, s.t + s.pause_ms / 1e3, f"to {s.to}, {s.live:,} live") for s in report.switches]
+
+
+def _bands(report: StepReport) -> list[Band]:
+    return [Band(s.start, s.end, _css(s.layout)) for s in spans(report.timeline)]
+
+
+def _end(report: StepReport) -> float:
+    return max([report.durations_s.total, *(p.t for p in report.timeline)])
+
+
+def _arrivals(report: StepReport) -> list[str]:
+    """Samples that joined the running step, by second; nothing where all were there when it began."""
+    times = report.sample_times
+    if times is None or not any(times.arrived_s):
+        return []
+    end = _end(report)
+    counts, edges = np.histogram(times.arrived_s, bins=ARRIVAL_BINS, range=(0.0, end or 1.0))
+    rates = counts / (edges[1] - edges[0])
+    points = [(float(x), float(rate)) for a, b, rate in zip(edges[:-1], edges[1:], rates, strict=True) for x in (a, b)]
+    drawn = lines(
+        [("all", points)],
+        marks=_marks(report),
+        bands=_bands(report),
+        x_label="seconds since the step began",
+        label="Arrivals over time",
+        x_top=end,
+        y_top=float(rates.max()),
+        fill=True,
+    )
+    later = sum(t > 0 for t in times.arrived_s)
+    return [
+        figure("Arrivals per second", drawn, f"{later:,} of {len(times.arrived_s):,} samples joined the running step")
+    ]
 
 
 def _rate_chart(series: Sequence[TimelinePoint], marks: Sequence[Mark], end: float) -> str:
@@ -98,11 +138,13 @@ def _rate_chart(series: Sequence[TimelinePoint], marks: Sequence[Mark], end: flo
     )
 
 
-def _lifeline_figure(report: StepReport, bands: Sequence[Band], end: float) -> str:
+def lifeline_drawing(report: StepReport) -> tuple[str, str]:
+    """A line per sample from begin to end in the colours of the layouts, and a note about it; empty where unknown."""
     found, total = lifelines(report), len(report.samples)
     if found is None:
         why = "not drawn: samples joined while the step ran, and the report has no times by sample"
-        return figure("Sample lifelines", "", why if total else "not drawn: there are no samples")
+        return "", why if total else "not drawn: there are no samples"
+    bands, end = _bands(report), _end(report)
     # Rank by rank, the longest first, so that a rank with long samples stands out.
     order = np.lexsort((-found.end, np.array([sample.rank for sample in report.samples])))
     count = max(16, min(LIFELINES, total, 1200 // max(1, len(bands)))) if total > 16 else total
@@ -125,7 +167,7 @@ def _lifeline_figure(report: StepReport, bands: Sequence[Band], end: float) -> s
     if report.ranks > 1:
         body.append(f'<text x="46" y="{bottom - 2:.1f}" text-anchor="end">rank {report.ranks - 1}</text>')
     number = f"{total:,} samples" if count == total else f"{count} of {total:,} samples"
-    return figure("Sample lifelines", drawing(226.0, "Lifelines of samples", body), f"{number}; {found.note}")
+    return drawing(226.0, "Lifelines of samples", body), f"{number}; {found.note}"
 
 
 def _length_chart(report: StepReport) -> str:

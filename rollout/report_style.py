@@ -56,6 +56,7 @@ svg rect.band { opacity: .1; }
 svg .life { stroke-width: .9; opacity: .75; }
 svg .dots { stroke-width: 3.4; stroke-linecap: round; opacity: .5; }
 .life.ep, .dots.ep { stroke: var(--ep); } .life.tp, .dots.tp { stroke: var(--tp); }
+svg .area.all { fill: var(--bar); }
 .line.faint { stroke: var(--soft); stroke-width: 1; opacity: .45; } .line.all { stroke: var(--bar); }
 .line.dashed { stroke-dasharray: 5 3; stroke-width: 1.3; }
 rect.before { fill: var(--other); } rect.after { fill: var(--bar); }

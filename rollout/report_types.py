@@ -28,6 +28,8 @@ class Counts(_Part):
     samples: int = Field(ge=0, description="Samples, all of them finished.")
     prompt_tokens: int = Field(ge=0, description="Tokens of the prompts, each prompt counted once.")
     output_tokens: int = Field(ge=0, description="Tokens of all samples.")
+    resumed: int = Field(0, ge=0, description="Samples of earlier steps that this one went on with.")
+    parked: int = Field(0, ge=0, description="Samples it has left unfinished, for the next step.")
     finish_reasons: dict[FinishReason, int] = Field(description="Samples by finish reason; reasons not seen are 0.")
 
 
@@ -66,14 +68,16 @@ class Durations(_Part):
 class Phases(_Part):
     """Milliseconds of each phase of a switch, each the longest over the ranks (so their sum may exceed the pause)."""
 
-    quiesce: float = Field(0.0, ge=0, description="Taking in what is in flight, until nothing runs on the device.")
+    drain: float = Field(0.0, ge=0, description="The pass in flight, still decoding: no part of the pause.")
+    quiesce: float = Field(0.0, ge=0, description="Agreeing on what is left, until nothing runs on the device.")
     decide: float = Field(0.0, ge=0, description="Placing requests on ranks, and capacity check.")
     export: float = Field(0.0, ge=0, description="Taking live requests out of the source runtime.")
     gather: float = Field(0.0, ge=0, description="Exchanging request records between ranks.")
-    reshard: float = Field(0.0, ge=0, description="Moving expert bytes.")
+    reshard: float = Field(0.0, ge=0, description="Moving expert bytes, or starting their move.")
     import_: float = Field(0.0, ge=0, alias="import", description="Entering requests into the target runtime.")
     front: float = Field(0.0, ge=0, description="Handing requests to another rank's front (to EP only).")
-    kv: float = Field(0.0, ge=0, description="Moving KV pages.")
+    kv: float = Field(0.0, ge=0, description="Moving KV pages, or starting their move.")
+    wait: float = Field(0.0, ge=0, description="Waiting for moves that go on while the host works.")
     activate: float = Field(0.0, ge=0, description="Making the target runtime the running one.")
 
     model_config = ConfigDict(
@@ -92,6 +96,9 @@ class SwitchEntry(_Part):
     kv_tokens: int = Field(ge=0, description="KV entries of the live samples, in tokens.")
     phases_ms: Phases = Field(description="Milliseconds by phase.")
     pause_ms: float = Field(ge=0, description="Milliseconds without decoding, longest over the ranks.")
+    device_ms: dict[str, float] = Field(
+        default_factory=dict, description="Milliseconds the moves of experts and kv took, beside the host's phases."
+    )
     expert_bytes: int = Field(ge=0, description="Expert bytes sent between ranks, summed over the ranks.")
     kv_bytes: int = Field(ge=0, description="KV bytes sent between ranks, summed over the ranks.")
     kv_use_before: float = Field(ge=0, le=1, description="Share of KV pages in use before, worst rank.")
@@ -114,6 +121,35 @@ class DecisionEntry(_Part):
     reason: str = Field(description="Why.")
     outcome: str = Field(description="switched, cancelled, or empty when nothing was to be done.")
     inputs: dict[str, float | int | str] = Field(description="The numbers it rests on.")
+
+
+class SampleTimes(_Part):
+    """When samples came and ended, in seconds since the step began by their rank's clock; in the order of `samples`."""
+
+    arrived_s: list[float] = Field(description="When it was handed to its rank; 0 for those the step began with.")
+    ended_s: list[float] = Field(description="When its last token was taken in.")
+    ended_iteration: list[int] = Field(description="The iteration of the step that ended it, from 0.")
+
+
+class EndToEnd(_Part):
+    """A whole training step, of which the rollout takes a share of the time in the better static layout."""
+
+    rollout_share: float = Field(ge=0, le=1, description="That share.")
+    speedup: float = Field(gt=0, description="Of the whole step: 1 / (1 - share + share / gain).")
+
+
+class StaticTimes(_Part):
+    """What static layouts would have taken for this very step, by calibrated costs. All null where there are none."""
+
+    static_ep_s: float | None = Field(None, ge=0, description="Seconds of decoding the same samples in EP.")
+    static_tp_s: float | None = Field(None, ge=0, description="Seconds of decoding the same samples in TP.")
+    best_single_s: float | None = Field(
+        None, ge=0, description="With the best single switch, in hindsight; null where samples joined while it ran."
+    )
+    gain: float | None = Field(None, gt=0, description="The better static layout over burst + switch + tail.")
+    end_to_end: list[EndToEnd] = Field([], description="What the gain makes of a whole training step.")
+    source: str | None = Field(None, description="Where the costs come from.")
+    reason: str | None = Field("the report was made without costs", description="Why there is nothing; else null.")
 
 
 class Percentiles(_Part):
@@ -143,7 +179,11 @@ class StepReport(_Part):
     switches: list[SwitchEntry] = Field(description="Switches with live requests.")
     cancelled: list[CancelledEntry] = Field(description="Switches that were refused.")
     decisions: list[DecisionEntry] = Field(default=[], description="What the switch policy decided and why.")
-    tokens_per_s: float = Field(ge=0, description="counts.output_tokens / durations_s.total; 0 for an empty step.")
+    sample_times: SampleTimes | None = Field(None, description="When each sample came and ended; null: not recorded.")
+    counterfactual: StaticTimes = Field(StaticTimes(), description="What static layouts would have taken.")
+    tokens_per_s: float = Field(
+        ge=0, description="Tokens sampled in this step / durations_s.total; 0 for an empty step."
+    )
     iteration_ms: dict[Layout, Percentiles] = Field(description="Iteration durations by layout used.")
     update_weights_s: float | None = Field(
         None, ge=0, description="Seconds of the weight update before this step, null when there was none."

@@ -26,12 +26,13 @@ _FLAT = 0.01  # thresholds within this share of the best one count as equally go
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Samples that start together. Sample i belongs to prompt i // group and, in EP, to rank i % ranks."""
+    """Samples that start together. Sample i belongs to prompt i // group and, in EP, to rank `ranks[i]`."""
 
     lengths: tuple[int, ...]  # output tokens, at least 1
     prompt_tokens: int = 0  # of every sample
     cap: int | None = None  # longest output allowed; None: as long as the longest here
     group: int = 1  # samples per prompt
+    ranks: tuple[int, ...] | None = None  # None: sample i is on rank i modulo their number
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
@@ -101,7 +102,8 @@ class Simulator:
         lengths = np.asarray(trace.lengths, dtype=np.float64)
         ages = np.arange(lengths.max())
         self.live = _live(lengths, ages)
-        fullest = np.max([_live(lengths[rank :: costs.ranks], ages) for rank in range(costs.ranks)], axis=0)
+        places = np.arange(len(lengths)) % costs.ranks if trace.ranks is None else np.asarray(trace.ranks)
+        fullest = np.max([_live(lengths[places == rank], ages) for rank in range(costs.ranks)], axis=0)
         context = trace.prompt_tokens + ages
         self.kv_tokens: Array = self.live * context
         self.ms: dict[Layout, Array] = {

@@ -96,8 +96,13 @@ class Sample:
     text: str | None
     finish_reason: str  # "stop" | "length" | "abort"
     stop_reason: int | str | None  # the token id or text that ended it, None for end-of-sequence
-    policy_version: int
-    rank: int  # the rank that admitted it
+    policy_version: int  # that its last token was sampled under
+    rank: int  # the rank that answered for it in the end
+    # Policy version and how many tokens were sampled under it, in the order of the tokens; more than one entry if the
+    # weights were updated while the sample was parked.
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    # numpy, [prompt and output tokens but the last, layers, experts per token]; only with engine.routed_experts.
+    routed_experts: Any = None
 
 
 @dataclass(slots=True)
@@ -107,6 +112,7 @@ class Rollout:
     prompt_index: int
     prompt_token_ids: list[int]
     samples: list[Sample]
+    step: int = 0  # that the prompt was given to; it may have ended in a later one
 
 
 @dataclass(slots=True)

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from moebius.rollout.errors import BadInput
 
+if TYPE_CHECKING:
+    from moebius.rollout.transports.ipc import IpcBucket
+
 DEFAULT_BUCKET_BYTES = 64 << 20
 _ALIGN = 64  # bytes; more than any dtype needs
 
-NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Pair = tuple[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[Pair]
+Transport = Literal["host", "ipc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,19 @@ class Entry:
     offset: int  # bytes
     nbytes: int
 
+    def to_json(self) -> list[Any]:
+        """For `from_json`."""
+        return [self.name, str(self.dtype).removeprefix("torch."), list(self.shape), self.offset, self.nbytes]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Entry:
+        """What `to_json` made. Raises ValueError for a dtype that torch does not have."""
+        name, dtype, shape, offset, nbytes = values
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"weight {name!r}: unknown dtype {dtype!r}")
+        return cls(name, found, tuple(shape), offset, nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -38,31 +57,72 @@ class Bucket:
     data: np.ndarray
     entries: list[Entry]
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def tensors(self) -> list[Pair]:
         """The tensors on CPU, as views of `data`."""
-        flat = torch.from_numpy(self.data)
-        return [(e.name, _view(flat, e)) for e in self.entries]
+        return views(torch.from_numpy(self.data), self.entries)
+
+
+def packed(named_tensors: NamedTensors, bucket_bytes: int, transport: Transport) -> Iterator[Bucket | IpcBucket]:
+    """Buckets for one of the transports. Raises BadInput as `batches`, and for an unknown transport."""
+    if transport == "host":
+        return buckets(named_tensors, bucket_bytes)
+    if transport == "ipc":
+        from moebius.rollout.transports.ipc import ipc_buckets
+
+        return ipc_buckets(named_tensors, bucket_bytes)
+    raise BadInput(f"update_weights: transport must be 'host' or 'ipc', got {transport!r}")
 
 
 def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
-    """Buckets of at most `bucket_bytes` each, except that a larger tensor gets one of its own.
+    """Buckets in host memory; sizes and errors as `batches`."""
+    for pairs in batches(named_tensors, bucket_bytes):
+        entries, nbytes = plan(pairs)
+        data = np.empty(nbytes, dtype=np.uint8)
+        fill(torch.from_numpy(data), entries, pairs)
+        yield Bucket(data, entries)
+
+
+def batches(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[Pair]]:
+    """Tensors of at most `bucket_bytes` together, except that a larger one comes alone.
 
     Takes tensors from the stream as it goes, so no more than a bucket is held at a time. Raises BadInput for anything
     but pairs of a name and a tensor with data.
     """
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    waiting: list[tuple[str, torch.Tensor]] = []
+    waiting: list[Pair] = []
     size = 0
     for pair in pairs:
         name, tensor = _checked(pair)
         nbytes = _aligned(tensor.numel() * tensor.element_size())
         if waiting and size + nbytes > bucket_bytes:
-            yield _pack(waiting)
+            yield waiting
             waiting, size = [], 0
         waiting.append((name, tensor))
         size += nbytes
     if waiting:
-        yield _pack(waiting)
+        yield waiting
+
+
+def plan(pairs: Iterable[Pair]) -> tuple[list[Entry], int]:
+    """Where tensors lie in a bucket of their own, and its bytes."""
+    entries: list[Entry] = []
+    offset = 0
+    for name, tensor in pairs:
+        nbytes = tensor.numel() * tensor.element_size()
+        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, nbytes))
+        offset += _aligned(nbytes)
+    return entries, offset
+
+
+def fill(flat: torch.Tensor, entries: list[Entry], pairs: Iterable[Pair]) -> None:
+    """Copy tensors to where `entries` say in the bytes of `flat`."""
+    for (_, view), (_, tensor) in zip(views(flat, entries), pairs, strict=True):
+        view.copy_(tensor)
+
+
+def views(flat: torch.Tensor, entries: Iterable[Entry]) -> list[Pair]:
+    """The tensors of a bucket, as views of its bytes."""
+    return [(e.name, _view(flat, e)) for e in entries]
 
 
 def _checked(pair: object) -> tuple[str, torch.Tensor]:
@@ -80,19 +140,6 @@ def _checked(pair: object) -> tuple[str, torch.Tensor]:
             f"update_weights: weight {name!r} is sharded (DTensor); send tensor.full_tensor(), called on all its ranks"
         )
     return name, tensor.detach()
-
-
-def _pack(pairs: list[tuple[str, torch.Tensor]]) -> Bucket:
-    entries: list[Entry] = []
-    offset = 0
-    for name, tensor in pairs:
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), offset, nbytes))
-        offset += _aligned(nbytes)
-    data = np.empty(offset, dtype=np.uint8)
-    for (_, view), (_, tensor) in zip(Bucket(data, entries).tensors(), pairs, strict=True):
-        view.copy_(tensor)
-    return Bucket(data, entries)
 
 
 def _view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:

@@ -6,6 +6,7 @@ engine call goes to one dedicated thread; the actor's other threads answer `prog
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -16,19 +17,31 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moebius.engine.account import MemoryAccount
 from moebius.engine.config import EngineConfig
+from moebius.engine.costs import CostModel
 from moebius.engine.startup import Startup, moe_config_folder
-from moebius.engine.types import SampleKey, SampleRequest, SampleResult, StepOutcome
+from moebius.engine.types import (
+    MemoryChange,
+    MemoryTag,
+    SampleKey,
+    SamplePiece,
+    SampleRequest,
+    SampleResult,
+    StepOutcome,
+    UpdateStats,
+)
 from moebius.rollout.shm import clean_leftovers, make_ident, name_python_segments, parse_ident, remove_own
 
 if TYPE_CHECKING:
     from moebius.engine.engine import MoebiusEngine
+    from moebius.rollout.transports.ipc import IpcBucket
     from moebius.rollout.weights import Bucket
 
 T = TypeVar("T")
+UpdateMode = Literal["in_place", "staged"]
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +83,7 @@ class EngineInfo:
     has_tokenizer: bool
     startup: Startup  # of this rank
     memory: MemoryAccount  # of this rank
+    costs: CostModel | None = None  # that the policy decides by
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +94,9 @@ class Progress:
     live: int = 0
     layout: str = "EP"
     tokens: int = 0
+    iteration_ms: float = 0.0  # of the last iterations, idle time left out
+    kv_use: float = 0.0  # share of KV pages in use
+    serial: int = 0  # of the step, as `run_step` counts
 
 
 def rank_environment(setup: RankSetup) -> dict[str, str]:
@@ -128,13 +145,14 @@ class RankWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._engine: MoebiusEngine | None = None
         self._progress = Progress()
+        self._iterated_at: float | None = None  # the last iteration's end, while samples are live
         self._serial = 0  # of the latest run_step call
         self._stepping = False
-        self._early_aborts: list[tuple[int, list[SampleKey] | None]] = []
         self._early: list[tuple[int, Callable[[MoebiusEngine], None]]] = []
-        self._finished: deque[SampleResult] = deque()
+        self._finished: deque[SampleResult | SamplePiece] = deque()
         self._received = 0  # requests of the open step
         self._awaited: int | None = None  # how many it gets in all, once that is known
+        self._to_park = False  # when they have come
         self._abort_lock = threading.Lock()
 
     def host(self) -> RankHost:
@@ -170,26 +188,24 @@ class RankWorker:
     def run_step(self, serial: int, requests: Sequence[SampleRequest], is_open: bool = False) -> StepOutcome:
         """Decode this rank's own requests; a collective over all ranks. `serial` counts these calls, for `abort`.
 
-        An open step takes more by `submit` until `close_step`, and gives its results to `take_results`.
+        An open step takes more by `submit` until `close_step` or `park_step`, and gives its results to `take_results`.
         """
-        self._progress = Progress()
+        self._progress = Progress(serial=serial)
 
         def step() -> StepOutcome:
             engine = self._running()
             with self._abort_lock:
                 self._serial, self._stepping = serial, True
                 engine.clear_aborts()
-                for _, keys in (early for early in self._early_aborts if early[0] == serial):
-                    engine.abort(keys)
-                self._early_aborts = []
-                early, self._early = self._early, []
+                engine.inbox.clear()
                 if is_open:
                     self._finished.clear()  # of a step that was lost
-                    self._received, self._awaited = 0, None
+                    self._received, self._awaited, self._to_park = 0, None, False
                     engine.inbox.open()
-                    for tag, call in early:
-                        if tag == serial:
-                            call(engine)
+                early, self._early = self._early, []
+                for tag, call in early:
+                    if tag == serial:
+                        call(engine)
             try:
                 on_results = self._finished.extend if is_open else None
                 return engine.run_step(list(requests), on_iteration=self._iterated, on_results=on_results)
@@ -209,11 +225,11 @@ class RankWorker:
             self._received += len(requests)
             self._close_if_complete(engine)
 
-        self._to_open_step(serial, submit)
+        self._to_step(serial, submit)
 
     def filled(self, serial: int) -> None:
         """The burst of open step `serial` has been submitted, on all ranks."""
-        self._to_open_step(serial, lambda engine: engine.inbox.filled())
+        self._to_step(serial, lambda engine: engine.inbox.filled())
 
     def close_step(self, serial: int, requests: int) -> None:
         """Open step `serial` gets `requests` here in all. It closes when they have come: calls may overtake."""
@@ -222,33 +238,48 @@ class RankWorker:
             self._awaited = requests
             self._close_if_complete(engine)
 
-        self._to_open_step(serial, close)
+        self._to_step(serial, close)
+
+    def park_step(self, serial: int, requests: int) -> None:
+        """Open step `serial`, which gets `requests` here in all, is to end soon and to keep what is unfinished."""
+
+        def park(engine: MoebiusEngine) -> None:
+            self._awaited, self._to_park = requests, True
+            self._close_if_complete(engine)
+
+        self._to_step(serial, park)
 
     def _close_if_complete(self, engine: MoebiusEngine) -> None:
         if self._awaited is not None and self._received >= self._awaited:
+            if self._to_park:
+                engine.park()
             engine.inbox.close()
 
-    def take_results(self, serial: int) -> list[SampleResult]:
-        """Results of the open step since the last call; answers while it runs."""
+    def abort_parked(self, keys: list[SampleKey] | None) -> list[SampleResult]:
+        """End parked samples (None: all) with the tokens they have; only between steps. Returns those of this rank."""
+        return self._on_engine_thread(lambda: self._running().abort_parked(keys))
+
+    def take_results(self, serial: int) -> list[SampleResult | SamplePiece]:
+        """Results of the open step, and pieces of streamed samples, since the last call; answers while it runs."""
         del serial  # there is one at a time
-        taken = []
+        taken: list[SampleResult | SamplePiece] = []
         while self._finished:
             taken.append(self._finished.popleft())
         return taken
 
-    def _to_open_step(self, serial: int, call: Callable[[MoebiusEngine], None]) -> None:
-        """Calls may overtake the step's own."""
+    def _to_step(self, serial: int, call: Callable[[MoebiusEngine], None]) -> None:
+        """Calls may overtake the step's own: they wait for it, in order. Those that come after it are dropped."""
         with self._abort_lock:
             if serial > self._serial:
                 self._early.append((serial, call))
             elif serial == self._serial and self._stepping and self._engine is not None:
                 call(self._engine)
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, version: int, mode: UpdateMode = "in_place") -> None:
         """Open a weight update."""
-        self._on_engine_thread(lambda: self._running().begin_update(version))
+        self._on_engine_thread(lambda: self._running().begin_update(version, mode))
 
-    def update_tensors(self, bucket: Bucket) -> None:
+    def update_tensors(self, bucket: Bucket | IpcBucket) -> None:
         """Load one bucket of the open update. Raises ValueError for tensors the model does not have."""
 
         def load() -> None:
@@ -260,9 +291,50 @@ class RankWorker:
 
         self._on_engine_thread(load)
 
-    def commit_update(self) -> None:
-        """Close the open update. Raises ValueError when tensors are missing."""
-        self._on_engine_thread(lambda: self._running().commit_update())
+    def commit_update(self) -> UpdateStats:
+        """Close the open update; a collective. Raises ValueError when tensors are missing."""
+        return self._on_engine_thread(lambda: self._running().commit_update())
+
+    def drop_update(self) -> None:
+        """Give the open update up, if there is one."""
+        self._on_engine_thread(lambda: self._running().drop_update())
+
+    def pull_update(self, version: int, source: str, args: tuple[Any, ...], mode: UpdateMode) -> UpdateStats:
+        """A whole update from a function of this process; a collective. Raises ValueError if a rank has a problem."""
+        return self._on_engine_thread(lambda: self._running().pull_update(version, _calling(source), args, mode))
+
+    def pull_tensors(self, source: str, args: tuple[Any, ...]) -> None:
+        """Some tensors of the open update, from a function of this process. It is read to its end even after an error:
+        a sender, or other ranks, may wait for every reader."""
+
+        def pull() -> None:
+            failure: Exception | None = None
+            for tensors in _calling(source)(*args):
+                try:
+                    if failure is None:
+                        self._running().update_tensors(tensors)
+                except ValueError as error:
+                    failure = error
+            if failure is not None:
+                raise failure
+
+        self._on_engine_thread(pull)
+
+    def call_function(self, source: str, args: tuple[Any, ...]) -> Any:
+        """Call the function at "module:name" on the engine's thread."""
+        return self._on_engine_thread(lambda: _calling(source)(*args))
+
+    def sleep(self, tags: tuple[MemoryTag, ...], keep_weights: bool) -> MemoryChange:
+        """Give memory back; only between steps; a collective."""
+        return self._on_engine_thread(lambda: self._running().sleep(tags, keep_weights=keep_weights))
+
+    def wake_up(self, tags: tuple[MemoryTag, ...]) -> MemoryChange:
+        """Take memory again; a collective."""
+        return self._on_engine_thread(lambda: self._running().wake_up(tags))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what KV pages hold; only between steps."""
+        self._on_engine_thread(lambda: self._running().reset_prefix_cache())
 
     def abort(self, serial: int, keys: list[SampleKey] | None) -> None:
         """End samples of step `serial` (None: all) with the tokens they have. Does not wait.
@@ -270,11 +342,7 @@ class RankWorker:
         Calls may overtake each other: an abort that comes before its step is kept for it, one that comes after its
         step is dropped, as the engine would apply it to the next.
         """
-        with self._abort_lock:
-            if serial > self._serial:
-                self._early_aborts.append((serial, keys))
-            elif serial == self._serial and self._stepping and self._engine is not None:
-                self._engine.abort(keys)
+        self._to_step(serial, lambda engine: engine.abort(keys))
 
     def progress(self) -> Progress:
         """State of the running step; answers while it runs."""
@@ -312,6 +380,7 @@ class RankWorker:
             has_tokenizer=engine.tokenizer is not None,
             startup=engine.startup,
             memory=engine.memory_account(),
+            costs=engine.policy.costs,
         )
 
     def _running(self) -> MoebiusEngine:
@@ -331,7 +400,29 @@ class RankWorker:
             raise kind(f"{type(error).__name__}: {error}") from None
 
     def _iterated(self, done: int, live: int, layout: str, tokens: int) -> None:
-        self._progress = Progress(done, live, layout, self._progress.tokens + tokens)
+        last, now = self._iterated_at, time.perf_counter()
+        self._iterated_at = now if live else None
+        mean = self._progress.iteration_ms
+        if last is not None:
+            mean = 0.9 * mean + 100 * (now - last) if mean else 1e3 * (now - last)
+        kv_use = self._running().kv_use()
+        self._progress = Progress(done, live, layout, self._progress.tokens + tokens, mean, kv_use, self._serial)
+
+
+def _calling(source: str) -> Callable[..., Any]:
+    """The function at "module:name", imported when it is called: a failure is then one of the update."""
+
+    def call(*args: Any) -> Any:
+        module, _, name = source.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"weight source {source!r} cannot be used ({error}): name an importable function as module:function"
+            ) from error
+        return function(*args)
+
+    return call
 
 
 def actor_options(device: str, cpus: float) -> dict[str, Any]:

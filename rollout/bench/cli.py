@@ -133,6 +133,53 @@ def rollout(
 
 
 @app.command()
+def switch(
+    out: Out,
+    config: Config = None,
+    folder: Dir = None,
+    overrides: Sets = None,
+    ranks: Ranks = None,
+    weights: Weights = "dummy",
+    live: Annotated[int, typer.Option(min=1, help="Live requests.")] = 256,
+    fills: Annotated[
+        str, typer.Option(help="Comma-separated tokens of KV at the first switch; what does not fit is left out.")
+    ] = "35000,135000,270000,540000,800000",
+    switches: Annotated[int, typer.Option(min=1, help="Live switches at each fill, to and fro.")] = 4,
+    every: Annotated[int, typer.Option(min=1, help="Iterations between two of them.")] = 6,
+    prepare: Annotated[
+        int, typer.Option(min=0, help="Prepare switches to TP so many iterations before; 0: measure none such.")
+    ] = 8,
+    drained: Annotated[int, typer.Option(min=1, help="Switches without requests, in each direction.")] = 10,
+    kv_tokens: Annotated[int, typer.Option(min=1, help="Tokens of KV that the movers move.")] = 524288,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each mover is timed, in each direction.")] = 5,
+    soak: Annotated[int, typer.Option(min=0, help="Live switches of the soak; 0: none.")] = 200,
+    soak_live: Annotated[int, typer.Option(min=1, help="Live requests of the soak.")] = 64,
+    soak_context: Annotated[int, typer.Option(min=1, help="Their prompt tokens.")] = 256,
+    update_every: Annotated[int, typer.Option(min=1, help="Switches between two weight updates.")] = 25,
+    mover_json: Annotated[
+        Path | None, typer.Option(help="Speeds of `python -m moebius.rollout.bench.mover`, instead of measuring.")
+    ] = None,
+    memory_json: Annotated[Path | None, typer.Option(help="Results of `bench memory`, for the overhead.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """What a switch costs: drained, with live requests, the movers alone, bytes, a soak. Means something on CUDA."""
+    from moebius.rollout.bench.switch_numbers import Movers, memory_overhead
+
+    options: dict[str, Any] = {
+        "live": live, "fills": _integers(fills, "--fills"), "switches": switches, "every": every, "prepare": prepare,
+        "drained": drained,
+        "kv_tokens": kv_tokens, "repeats": repeats, "soak": soak, "soak_live": soak_live, "soak_context": soak_context,
+        "update_every": update_every, "seed": seed,
+    }  # fmt: skip
+    if mover_json is not None:
+        options["movers"] = Movers.load(mover_json).model_dump()
+    if memory_json is not None:
+        options["memory_overhead_pct"] = memory_overhead(memory_json)
+    setting = (config, overrides, ranks, max(live, soak_live), weights, out)
+    _finish(_run("switch", options, "moebius", folder, setting), out)
+
+
+@app.command()
 def graphs(
     out: Out,
     config: Config = None,

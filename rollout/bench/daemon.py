@@ -23,6 +23,7 @@ from moebius.rollout.bench.graphs import run_graphs
 from moebius.rollout.bench.results import Results
 from moebius.rollout.bench.rollout_trace import RolloutOptions, run_rollout
 from moebius.rollout.bench.sweep import SweepOptions, run_sweep
+from moebius.rollout.bench.switch import SwitchOptions, run_switch
 from moebius.rollout.errors import BadInput, MoebiusError, validate
 from moebius.rollout.shm import make_ident, owner_alive, parse_ident
 
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[..., Results]]] = {
     "sweep": (SweepOptions, run_sweep),
     "rollout": (RolloutOptions, run_rollout),
     "graphs": (SweepOptions, run_graphs),
+    "switch": (SwitchOptions, run_switch),
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moebius.rollout.errors import BadInput
 
 if TYPE_CHECKING:
-    from moebius.rollout.bench.results import Results
+    from moebius.rollout.bench.results import Curve, Picture, Results
 
 
 def draw(results: Results, path: Path) -> None:
@@ -21,17 +21,10 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib import pyplot
 
     assert results.picture is not None
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
-    if results.picture.kind == "lines":
-        _lines(axes, results)
-    else:
-        _bars(axes, results)
-    if results.picture.log_y:
-        axes.set_yscale("log")
-    axes.set(title=results.picture.title, xlabel=results.picture.x_label, ylabel=results.picture.y_label)
-    axes.grid(True, alpha=0.3)
-    if results.curves:
-        axes.legend()
+    panels = [(results.picture, results.curves), *((panel.picture, panel.curves) for panel in results.panels)]
+    figure, many = pyplot.subplots(1, len(panels), figsize=(8 * len(panels), 5), dpi=120, squeeze=False)
+    for axes, (picture, curves) in zip(many[0], panels, strict=True):
+        _panel(axes, picture, curves)
     gpus = results.machine["gpus"]
     host = f"{len(gpus)} x {gpus[0]}" if gpus else str(results.machine["cpu"])
     figure.text(0.01, 0.01, f"{host}, vLLM {results.versions.get('vllm', '?')}, {results.date}", fontsize=7)
@@ -40,8 +33,26 @@ def draw(results: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _lines(axes: Any, results: Results) -> None:
-    for curve in results.curves:
+def _panel(axes: Any, picture: Picture, curves: list[Curve]) -> None:
+    match picture.kind:
+        case "lines":
+            _lines(axes, curves)
+        case "bars":
+            _bars(axes, curves)
+        case "stack":
+            _stack(axes, curves)
+    if picture.log_y:
+        axes.set_yscale("log")
+    axes.set(title=picture.title, xlabel=picture.x_label, ylabel=picture.y_label)
+    axes.grid(True, alpha=0.3)
+    if curves:
+        # Beside the axes where bars fill them.
+        beside: dict[str, Any] = {} if picture.kind == "lines" else {"bbox_to_anchor": (1.01, 1.0), "loc": "upper left"}
+        axes.legend(**beside)
+
+
+def _lines(axes: Any, curves: list[Curve]) -> None:
+    for curve in curves:
         (line,) = axes.plot(curve.x, curve.y, marker="o", markersize=3, label=curve.name)
         if curve.low:
             axes.fill_between(curve.x, curve.low, curve.high, alpha=0.2, color=line.get_color())
@@ -49,11 +60,24 @@ def _lines(axes: Any, results: Results) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
 
 
-def _bars(axes: Any, results: Results) -> None:
-    labels = list(dict.fromkeys(label for curve in results.curves for label in curve.x))
-    width = 0.8 / max(1, len(results.curves))
-    for i, curve in enumerate(results.curves):
-        places = [labels.index(label) + (i - (len(results.curves) - 1) / 2) * width for label in curve.x]
+def _stack(axes: Any, curves: list[Curve]) -> None:
+    """One bar per label, of one part per curve."""
+    labels = list(dict.fromkeys(str(label) for curve in curves for label in curve.x))
+    bottom = dict.fromkeys(labels, 0.0)
+    for number, curve in enumerate(curves):
+        x = [str(label) for label in curve.x]
+        places, below = [labels.index(label) for label in x], [bottom[label] for label in x]
+        axes.bar(places, curve.y, 0.7, below, label=curve.name, color=f"C{number}" if number < 10 else "0.3")
+        for label, y in zip(x, curve.y, strict=True):
+            bottom[label] += y
+    axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
+
+
+def _bars(axes: Any, curves: list[Curve]) -> None:
+    labels = list(dict.fromkeys(label for curve in curves for label in curve.x))
+    width = 0.8 / max(1, len(curves))
+    for i, curve in enumerate(curves):
+        places = [labels.index(label) + (i - (len(curves) - 1) / 2) * width for label in curve.x]
         errors = None
         if curve.low:
             errors = [

@@ -37,7 +37,7 @@ def full_update_s(engine: Ours | Stock) -> float:
 
 
 def memory(engine: Ours | Stock) -> dict[str, float]:
-    """GiB of this rank: what torch has allocated and reserved, parameters, KV pages, and the device's use in all."""
+    """GiB of this rank: parameters and KV pages; on CUDA also what torch holds, and the device's use and size."""
     import torch
 
     storages: dict[int, int] = {}
@@ -57,6 +57,7 @@ def memory(engine: Ours | Stock) -> dict[str, float]:
             "allocated": torch.cuda.memory_allocated(),
             "reserved": torch.cuda.memory_reserved(),
             "driver_used": total - free,
+            "device": total,
         }
     return {name: value / 2**30 for name, value in figures.items()}
 

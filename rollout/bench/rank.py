@@ -60,7 +60,7 @@ class Series:
     full: int = 0
     total_s: float = 0.0
     return_reshard_ms: float = 0.0
-    switches: list[dict[str, Any]] = field(default_factory=list)  # live, pause_ms, phases_ms
+    switches: list[dict[str, Any]] = field(default_factory=list)  # live, pause_ms, phases_ms, device_ms, iteration
     cancelled: list[str] = field(default_factory=list)
 
     def ms(self) -> list[float]:
@@ -91,6 +91,11 @@ class Ours:
 
     def run(self, workload: Workload, policy: PolicyConfig) -> Series:
         """One step under `policy` with this rank's share of the requests; a collective."""
+        self.engine.policy.config = policy
+        return _series(self.step(workload), len(workload.lengths))
+
+    def step(self, workload: Workload) -> StepOutcome:
+        """One step under the engine's policy as it is; prefix caches are emptied before. A collective."""
         from moebius.kernels.noise import derive_seed
 
         rank, ranks = self.engine.rank, self.engine.world_size
@@ -103,10 +108,10 @@ class Ours:
             )
             for i in workload.indices(rank, ranks)
         ]
-        self.engine.policy.config = policy
         for runtime in (self.engine.pair.ep, self.engine.pair.tp):
             _forget_prefixes(runtime.scheduler)
-        return _series(self.engine.run_step(requests), len(workload.lengths))
+        outcome: StepOutcome = self.engine.run_step(requests)
+        return outcome
 
     def runners(self) -> list[Any]:
         """vLLM's model runners in this process."""
@@ -137,7 +142,13 @@ def _series(outcome: StepOutcome, requests: int) -> Series:
         total_s=stats.total_s,
         return_reshard_ms=stats.return_reshard_ms,
         switches=[
-            {"live": s.live, "pause_ms": s.pause_ms, "phases_ms": dict(s.phases_ms), "iteration": s.iteration}
+            {
+                "live": s.live,
+                "pause_ms": s.pause_ms,
+                "phases_ms": dict(s.phases_ms),
+                "device_ms": dict(s.device_ms),
+                "iteration": s.iteration,
+            }
             for s in stats.switches
         ],
         cancelled=[cancelled.reason for cancelled in stats.cancelled],

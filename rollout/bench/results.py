@@ -36,11 +36,20 @@ class Picture(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kind: Literal["lines", "bars"] = "lines"
+    kind: Literal["lines", "bars", "stack"] = "lines"
     title: str
     x_label: str = ""
     y_label: str
     log_y: bool = False
+
+
+class Panel(BaseModel):
+    """A further picture beside the first, with curves of its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    picture: Picture
+    curves: list[Curve]
 
 
 class Results(BaseModel):
@@ -58,6 +67,7 @@ class Results(BaseModel):
     results: dict[str, float]
     curves: list[Curve] = Field(default_factory=list)
     picture: Picture | None = None
+    panels: list[Panel] = Field(default_factory=list)
     series: dict[str, Any] = Field(default_factory=dict, description="Measurements behind the numbers.")
     notes: list[str] = Field(default_factory=list)
 

@@ -22,7 +22,7 @@ from moebius.rollout.bench.traces import Workload
 from moebius.rollout.errors import BadInput, MoebiusError
 
 _LEAST_GAIN = 0.01  # below an ideal gain of 1 %, the share of it that was realised says nothing
-MOVING = ("reshard", "kv")  # phases of a switch that move bytes; the others are Python and small collectives
+MOVING = ("drain", "reshard", "kv", "wait")  # launch moves or wait for them; the others are Python and collectives
 
 
 class RolloutOptions(BaseModel):

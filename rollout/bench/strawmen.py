@@ -18,6 +18,7 @@ from moebius.rollout.bench.results import Curve, Picture, Results, make_results
 from moebius.rollout.bench.stats import Spread
 from moebius.rollout.bench.sweep import STATIC
 from moebius.rollout.bench.traces import Workload
+from moebius.rollout.errors import MoebiusError
 
 Say = Callable[[str], None]
 
@@ -70,10 +71,13 @@ def switch_times(engines: Engines, *, live: int, context: int, repeats: int) -> 
         load = Workload((context,) * len(lengths), tuple(lengths), repeat, vocab)
         runs: list[Series] = fleet.call(rank.run, load, PolicyConfig(kind="rollout", threshold=live))
         back: list[Series] = fleet.call(rank.run, Workload((1,), (1,), repeat, vocab), STATIC["EP"])
+        if not runs[0].switches:
+            why = runs[0].cancelled[-1:] or ["the requests ended before it"]
+            raise MoebiusError(f"no switch with {live} live requests: {why[0]}; lower --live or --context")
         if repeat:
             switches = [series.switches[0] for series in runs]
             pauses.append(max(switch["pause_ms"] for switch in switches))
-            reshards.append(max(switch["phases_ms"].get("reshard", 0.0) for switch in switches))
+            reshards.append(max(switch["device_ms"]["experts"] for switch in switches))
             returns.append(max(series.return_reshard_ms for series in back))
             moved.append(switches[0]["live"])
     return {

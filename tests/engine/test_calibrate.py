@@ -5,25 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moebius.engine.calibrate import Grid, cached_or_measured, calibrate
+from moebius.engine.calibrate import Grid, calibrate
 from moebius.engine.config import PolicyConfig
+from moebius.engine.cost_cache import Known, cached_or_measured, cost_key
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.rollout.hindsight import check
 from moebius.rollout.report import build_report
 from tests.engine.fleet import Fleet
+from tests.engine.work import config, make_engine, rich_requests, split
 
 GRID = Grid(batches=(2, 6, 64), contexts=(8, 100), iterations=4)
 
 
 def calibrate_and_look(engine: Any, grid: Grid) -> tuple[CostModel, list[str], bool]:
-    before = engine.policy.config
-    model, notes = calibrate(engine, grid)
-    return model, notes, engine.policy.config is before
+    before = engine.policy
+    model, notes = calibrate(engine, grid, key=cost_key(engine))
+    return model, notes, engine.policy is before
 
 
-def through_the_cache(engine: Any, folder: str) -> tuple[CostModel, list[str]]:
+def through_the_cache(engine: Any, folder: str) -> Known:
     return cached_or_measured(engine, Grid(batches=(2, 4), contexts=(8,), iterations=4), folder)
 
 
@@ -73,9 +75,40 @@ def test_the_cache_is_read_the_second_time(fleet: Fleet, tmp_path: Path) -> None
     first = fleet.call(through_the_cache, str(tmp_path))
     assert len(list(tmp_path.glob("*.json"))) == 1
     second = fleet.call(through_the_cache, str(tmp_path))
-    assert first[0][0] == first[1][0] == second[0][0] == second[1][0]
-    assert second[0][1][0].startswith("costs from") and not first[0][1]
+    assert first[0].costs == first[1].costs == second[0].costs == second[1].costs
+    assert first[0].seconds > 0 and first[0].origin.startswith("measured at start; kept in")
+    assert second[0].origin.startswith("costs from") and second[0].seconds == 0
     (path,) = tmp_path.glob("*.json")
     path.write_text("{}")
     third = fleet.call(through_the_cache, str(tmp_path))
-    assert "measured again" in third[0][1][0] and third[0][0] == third[1][0]
+    assert "measured again" in third[0].notes[0] and third[0].costs == third[1].costs
+
+
+def what_it_knows(engine: Any) -> tuple[CostModel | None, PolicyConfig, str, float, bool]:
+    startup = engine.startup
+    learnt = engine.policy.lengths.ready
+    return engine.policy.costs, engine.policy.config, startup.costs, startup.calibration_s, learnt
+
+
+def test_a_policy_that_needs_costs_gets_them_at_start(models: list[str], tmp_path: Path) -> None:
+    """Measured at the first start, read at the second, where another policy's report uses them too."""
+    policy = PolicyConfig(kind="predictive", threshold_source="calibrated", costs_cache=str(tmp_path))
+    fleet = Fleet(2, make_engine, config(models[0], policy=policy))
+    try:
+        first = fleet.call(what_it_knows)
+        outcomes = fleet.call(run_a_step, first[0][1], per_rank=split(rich_requests(6), 2))
+    finally:
+        fleet.close()
+    costs, settings, origin, seconds, learnt = first[0]
+    assert costs is not None and first[1][:2] == (costs, settings), "ranks must decide by equal costs"
+    assert settings.threshold_source == "given" and settings.threshold == costs.threshold(512)
+    assert "measured at start; kept in" in origin and seconds > 0
+    assert not learnt, "lengths of calibration are no lesson about rollouts"
+    assert outcomes[0].stats.decisions and outcomes[0].stats.decisions == outcomes[1].stats.decisions
+    fleet = Fleet(2, make_engine, config(models[0], policy=PolicyConfig(costs_cache=str(tmp_path))))
+    try:
+        second = fleet.call(what_it_knows)
+    finally:
+        fleet.close()
+    assert second[0][0] == second[1][0] == costs
+    assert second[0][2].startswith("costs from") and second[0][3] == 0 and second[0][1].threshold == 64

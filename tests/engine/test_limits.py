@@ -141,14 +141,14 @@ def fail_to_quiesce_once(engine: Any) -> None:
     """On rank 1, the first snapshot of a switch finds something in flight."""
     import moebius.engine.switch as switch
 
-    original = switch.snapshot_requests
+    original = switch.check_at_rest
 
     def failing(runtime: Any) -> Any:
-        switch.snapshot_requests = original
+        switch.check_at_rest = original
         raise switch.QuiesceError("a batch is still in flight")
 
     if engine.rank == 1:
-        switch.snapshot_requests = failing
+        switch.check_at_rest = failing
 
 
 def test_switch_that_fails_before_anything_moved_leaves_ep_running(fleet: Fleet) -> None:

@@ -42,8 +42,12 @@ def duplicate_a_page(engine: Any) -> None:
 
 
 def skip_the_prefix_cache_reset(engine: Any) -> None:
-    for runtime in (engine.pair.ep, engine.pair.tp):
-        runtime.scheduler.reset_prefix_cache = lambda *a, **k: True
+    import moebius.engine.engine as engine_module
+    import moebius.engine.switch as switch
+
+    del engine
+    engine_module.forget_prefixes = lambda runtime: None
+    switch.reset_prefix_cache = lambda runtime: True
 
 
 def drop_a_record(engine: Any) -> None:
@@ -54,14 +58,16 @@ def drop_a_record(engine: Any) -> None:
 
 
 def restore(engine: Any) -> None:
+    import moebius.engine.engine as engine_module
     import moebius.engine.switch as switch
-    from moebius.engine.requests import import_requests
+    from moebius.engine.parking import forget_prefixes
+    from moebius.engine.requests import import_requests, reset_prefix_cache
 
-    switch.import_requests = import_requests
+    switch.import_requests, switch.reset_prefix_cache = import_requests, reset_prefix_cache
+    engine_module.forget_prefixes = forget_prefixes
     engine.switcher.mover.__dict__.pop("experts_ep_to_tp", None)
     for runtime in (engine.pair.ep, engine.pair.tp):
-        runtime.scheduler.__dict__.pop("reset_prefix_cache", None)
-        assert runtime.scheduler.reset_prefix_cache()
+        assert reset_prefix_cache(runtime)
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,14 @@ def test_start_is_told_by_phase(fleet: Fleet) -> None:
             assert built.capture_s == 0 and all(getattr(built, field) > 0 for field in PHASES.values())
 
 
+def test_the_vocabulary_is_there_once(fleet: Fleet) -> None:
+    """TP's rows of the embedding and of the output head are a part of EP's."""
+    for _, account in fleet.call(start_and_memory):
+        for kind in ("embeddings", "lm_head"):
+            held = account.parameter_bytes[kind]
+            assert held.tp == 0 and held.ep == held.shared > 0
+
+
 def test_memory_adds_up(fleet: Fleet) -> None:
     for (_, account), counted in zip(fleet.call(start_and_memory), fleet.call(sizes), strict=True):
         slots = account.expert_bytes + account.expert_spare_bytes + account.kv_bytes + account.kv_spare_bytes

@@ -44,7 +44,7 @@ class Alternating:
     """A policy that switches to the other layout at each of these iterations, as long as something is live."""
 
     config = PolicyConfig(kind="scheduled")
-    keeps_layout = waits_for_burst = False
+    keeps_layout = waits_for_burst = learns_lengths = False
     log: ClassVar[list[Any]] = []
 
     def __init__(self, iterations: list[int]) -> None:
@@ -52,6 +52,12 @@ class Alternating:
 
     def begin_step(self, start: Any) -> None:
         self._left = list(self.iterations)
+
+    def end_step(self, *, broken_off: bool = False) -> None:
+        pass
+
+    def expects_tp(self, seen: Any) -> bool:
+        return bool(self._left)  # where switches are prepared, all are
 
     def decide(self, seen: Any) -> Any:
         from moebius.engine.layout import Layout
@@ -65,6 +71,45 @@ class Alternating:
 
     def cancelled(self, iteration: int) -> None:
         self._left.pop(0)
+
+
+def free_pages(engine: Any) -> tuple[int, int]:
+    """Of the EP and of the TP pool."""
+    return engine.pair.ep.free_pages, engine.pair.tp.free_pages
+
+
+def usable_pages(engine: Any) -> tuple[int, int]:
+    """Of the EP and of the TP pool."""
+    return engine.pair.ep.usable_pages, engine.pair.tp.usable_pages
+
+
+def run_with_a_reserved_page_in_use(engine: Any, policy: PolicyConfig, requests: list[SampleRequest]) -> StepOutcome:
+    """One step during whose first 9 iterations rank 0 holds the page with the highest id, as a sample might."""
+    pool = engine.pair.ep.scheduler.kv_cache_manager.block_pool
+    held = [pool.blocks[-1]] if engine.rank == 0 else []
+    engine._reset_prefix_caches()
+    pool.touch(held)
+    passed = 0
+
+    def on_iteration(*seen: Any) -> None:
+        nonlocal passed
+        passed += 1
+        if passed == 9:
+            pool.free_blocks(held)
+
+    engine.policy.config = policy
+    return engine.run_step(requests, on_iteration=on_iteration)
+
+
+def tp_expert_hashes(engine: Any) -> list[str]:
+    """SHA-256 of each layer's experts in TP, where they must stand."""
+    from moebius.engine.layout import Layout
+
+    assert engine.switcher.experts_in is Layout.TP
+    return [
+        hashlib.sha256(module.w13_weight.numpy().tobytes() + module.w2_weight.numpy().tobytes()).hexdigest()
+        for module in engine.pair.tp.expert_modules
+    ]
 
 
 def run_alternating(engine: Any, iterations: list[int], requests: list[SampleRequest]) -> StepOutcome:
@@ -356,3 +401,97 @@ def run_checking_kv(engine: Any, policy: PolicyConfig, requests: list[SampleRequ
         return engine.run_step(requests), compared
     finally:
         del engine.switcher._kv_to_tp
+
+
+def run_and_park(
+    engine: Any,
+    switches: list[int] | PolicyConfig,
+    park_at: int | None,
+    requests: list[SampleRequest],
+    waves: list[tuple[int, list[SampleRequest]]] = [],  # noqa: B006  (never changed)
+    keep_kv: bool = False,
+) -> StepOutcome:
+    """A step that rank 0 asks to park after so many iterations; None: it runs to its end. Waves as in `run_open`."""
+    iteration = 0
+    left = sorted(waves, key=lambda wave: wave[0])
+
+    def on_iteration(done: int, live: int, layout: str, tokens: int) -> None:
+        nonlocal iteration
+        iteration += 1
+        while left and left[0][0] <= iteration:
+            engine.inbox.submit(left.pop(0)[1])
+        if not left and park_at is not None and iteration >= park_at and engine.rank == 0:
+            engine.park()
+
+    kept, config = engine.policy, engine.config
+    engine.config = config.model_copy(update={"park_keeps_kv": keep_kv})
+    if isinstance(switches, PolicyConfig):
+        engine.policy.config = switches
+    else:
+        engine.policy = Alternating(switches)
+    if left:
+        engine.inbox.open()
+    try:
+        return engine.run_step(requests, on_iteration=on_iteration)
+    finally:
+        engine.policy, engine.config = kept, config
+
+
+def pages_in_use(engine: Any) -> tuple[int, int]:
+    return tuple(r.usable_pages - r.free_pages for r in (engine.pair.ep, engine.pair.tp))
+
+
+def abort_parked(engine: Any, keys: list[SampleKey] | None) -> list[Any]:
+    return engine.abort_parked(keys)
+
+
+def read_checkpoint(directory: str, trouble: str | None) -> Any:
+    """A weight source; `trouble`: what goes wrong with it."""
+    from safetensors.torch import load_file
+
+    items = list(load_file(f"{directory}/model.safetensors").items())
+    for start in range(0, len(items), 7):
+        if trouble == "raises" and start >= 14:
+            raise OSError("the trainer is gone")
+        if not (trouble == "short" and start == 7):
+            yield items[start : start + 7]
+        if trouble == "shape" and start == 7:
+            yield [(items[0][0], items[0][1][:-1])]
+    read_checkpoint.read_to_the_end = True  # type: ignore[attr-defined]
+
+
+def pull(engine: Any, version: int, mode: str, directory: str, trouble: str | None) -> Any:
+    read_checkpoint.read_to_the_end = False  # type: ignore[attr-defined]
+    return engine.pull_update(version, read_checkpoint, (directory, trouble), mode)
+
+
+def was_read_to_the_end(engine: Any) -> bool:
+    return read_checkpoint.read_to_the_end  # type: ignore[attr-defined]
+
+
+def run_failing(engine: Any, rank: int, requests: list[SampleRequest]) -> StepOutcome:
+    """A step in which a function given to it raises an error on one rank, after some iterations."""
+    iteration = 0
+
+    def on_iteration(done: int, live: int, layout: str, tokens: int) -> None:
+        nonlocal iteration
+        iteration += 1
+        if iteration == 5 and engine.rank == rank:
+            raise ZeroDivisionError("of the caller")
+
+    engine.policy.config = EP
+    return engine.run_step(requests, on_iteration=on_iteration)
+
+
+def run_aborting(engine: Any, keys: list[SampleKey] | None, at: int, requests: list[SampleRequest]) -> StepOutcome:
+    """A step in which rank 0 and all others ask to abort these samples after so many iterations."""
+    iteration = 0
+
+    def on_iteration(done: int, live: int, layout: str, tokens: int) -> None:
+        nonlocal iteration
+        iteration += 1
+        if iteration == at:
+            engine.abort(keys)
+
+    engine.policy.config = EP
+    return engine.run_step(requests, on_iteration=on_iteration)

@@ -30,6 +30,9 @@ ROUNDS = 20
 SHAPE = Shape(
     RANKS, layers=6, experts_per_rank=8, hidden=512, columns_per_rank=128, kv_heads=4, ep_pages=128, page=(16, 256)
 )
+STAGED = Shape(
+    RANKS, layers=6, experts_per_rank=8, hidden=512, columns_per_rank=128, kv_heads=4, ep_pages=512, page=(16, 256)
+)
 ODD = Shape(RANKS, layers=3, experts_per_rank=3, hidden=30, columns_per_rank=7, kv_heads=2, ep_pages=9, page=(3, 10))
 ONE_HEAD = Shape(RANKS, layers=2, kv_heads=1, ep_pages=64, page=(16, 256))
 
@@ -81,7 +84,7 @@ def check_rounds(
     storage = torch.zeros(shape.numel + 64, dtype=torch.int16, device=own.device)[64:]
     slots = Slots(shape, storage, tokens_first)
     mover = DirectMover.connect(storage, own.group, experts=experts, signals=signals)
-    assert mover.ways == {"experts": experts, "signals": signals}
+    assert mover.ways == {"experts": experts, "signals": signals, "memory": "plain"}
     mover.warm_up(0, own.device)
     mover.prepare_kv(slots.kv("EP", 0), slots.kv("TP", 0), kv_head_ranges(shape.kv_heads, shape.ranks))
     delays = random.Random(own.rank)
@@ -113,6 +116,51 @@ def check_choice(own: Rank) -> dict[str, float]:
     assert times[chosen] <= 1.04 * min(times.values()), (chosen, times)
     mover.close()
     return times
+
+
+def check_staged(own: Rank, rounds: int) -> int:
+    """PREPARE while this rank's device works, then COMMIT: the plan's bytes, with ranks out of step."""
+    shape = STAGED
+    storage = torch.zeros(shape.numel, dtype=torch.int16, device=own.device)
+    slots = Slots(shape, storage)
+    mover = DirectMover.connect(storage, own.group)
+    mover.prepare_experts(slots.experts("EP", 0), slots.experts("TP", 0))
+    size = (shape.w13 + shape.w2) // shape.ranks * (shape.ranks - 1)
+    rooms = [slots.kv("EP", layer).view(-1)[-size:].view(torch.uint8) for layer in range(shape.layers)]
+    delays = random.Random(own.rank)
+    work = torch.ones(1 << 20, device=own.device)
+    sent = 0
+    for seed in range(rounds):
+        model.fill(slots, "EP", own.rank, seed)
+        torch.cuda.synchronize()
+        dist.barrier(own.group)
+        torch.cuda._sleep(delays.randrange(1_000_000))
+        mover.begin_staging()
+        for layer in range(shape.layers):
+            experts = (*slots.experts("EP", layer), *slots.experts("TP", layer))
+            sent += mover.stage_experts(*experts, rooms[layer])
+        mover.end_staging()
+        for _ in range(delays.randrange(4)):
+            work.mul_(1.0)  # the model goes on
+        if seed % 5 == 4:
+            mover.begin_commit()  # nothing comes of it
+            mover.finish()
+            dist.barrier(own.group)
+            continue
+        mover.begin_commit()
+        for layer in range(shape.layers):
+            experts = (*slots.experts("EP", layer), *slots.experts("TP", layer))
+            mover.commit_experts(*experts, rooms[layer])
+        mover.end_commit()
+        mover.finish()
+        wanted = model.reference(shape, True, seed, None, False, str(own.device))[own.rank]
+        for found in (storage, wanted):
+            for layer in range(shape.layers):
+                Slots(shape, found).kv("EP", layer).view(-1)[-size:] = 0
+        assert torch.equal(storage, wanted), f"rank {own.rank}, round {seed}: bytes differ from the plan"
+        dist.barrier(own.group)
+    mover.close()
+    return sent
 
 
 def check_timeout(own: Rank, signals: How) -> str:
@@ -179,6 +227,10 @@ def test_bytes_are_exact_both_ways(fleet: Fleet, experts: str, signals: str) -> 
 def test_other_shapes(fleet: Fleet, shape: Shape, tokens_first: bool) -> None:
     for experts in ("copy_engine", "triton"):
         fleet.call(check_rounds, shape, experts, "kernel", 3, tokens_first)
+
+
+def test_staged_experts_are_exact(fleet: Fleet) -> None:
+    assert all(sent > 0 for sent in fleet.call(check_staged, ROUNDS))
 
 
 def test_choice_by_measurement(fleet: Fleet) -> None:

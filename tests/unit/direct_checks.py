@@ -79,6 +79,39 @@ def check_move(shape: Shape, to_tp: bool, seed: int, tokens_first: bool = False)
         assert sent[rank] == heads * page_bytes * shape.layers
 
 
+def check_staged(shape: Shape, seed: int) -> None:
+    """PREPARE (pitched copies, emulated) and COMMIT (the kernel and plain copies) leave the plan's bytes in the slots.
+
+    Staging rooms are the ends of the EP pools' slots: everything outside them must be as after a move at once.
+    """
+    storages = [torch.empty(shape.numel, dtype=torch.int16) for _ in range(shape.ranks)]
+    slots = [Slots(shape, storage) for storage in storages]
+    for rank, own in enumerate(slots):
+        model.fill(own, "EP", rank, seed)
+    movers, memory = movers_of(storages), model.Memory(storages)
+    size = (shape.w13 + shape.w2) // shape.ranks * (shape.ranks - 1)
+    layers = range(shape.layers)
+    rooms = [[own.kv("EP", layer).reshape(-1)[-size:].view(torch.uint8) for layer in layers] for own in slots]
+    for layer in range(shape.layers):
+        for mover, own, room in zip(movers, slots, rooms, strict=True):
+            moves = mover._expert_moves(own.experts("EP", layer), own.experts("TP", layer), True)
+            for copy in mover._staged.copies(moves, mover.buffers.span(room[layer])[0]):
+                assert copy.peer != mover.buffers.rank
+                memory.copy_2d(copy)
+    for rank in range(shape.ranks):
+        assert not (storages[rank][: shape.expert_slot].view(torch.uint8) != model.POISON).any(), "a target was written"
+    for mover, own, room in zip(movers, slots, rooms, strict=True):
+        mover._staged.compile(mover._expert_moves(own.experts("EP", 0), own.experts("TP", 0), True))
+        for layer in range(shape.layers):
+            mover.commit_experts(*own.experts("EP", layer), *own.experts("TP", layer), room[layer])
+    wanted = model.reference(shape, True, seed, None)
+    for rank in range(shape.ranks):
+        for found in (storages[rank], wanted[rank]):
+            for layer in range(shape.layers):
+                Slots(shape, found).kv("EP", layer).reshape(-1)[-size:] = 0
+        assert torch.equal(storages[rank], wanted[rank]), f"{shape}: rank {rank}"
+
+
 def check_signal(ranks: int) -> None:
     """Every rank's flags are raised in the right places, and the wait ends when the last peer's flag is up."""
     stride = 32
@@ -111,6 +144,8 @@ def main() -> None:
         shape = Shape(ranks, layers=2)
         for to_tp in (True, False):
             check_move(shape, to_tp, seed=ranks)
+    for ranks in (2, 3, 4, 8):
+        check_staged(Shape(ranks, layers=3, kv_heads=ranks, ep_pages=24), seed=ranks)
     for to_tp in (True, False):
         for seed, heads in enumerate((1, 2, 8)):  # replicas, and several heads a rank
             check_move(Shape(4, layers=1, kv_heads=heads, ep_pages=8), to_tp, seed)

@@ -24,6 +24,7 @@ from moebius.kernels.plan import (
     plan_kv_ep_to_tp,
     plan_kv_tp_to_ep,
 )
+from moebius.rollout.bench.overlap import OverlappedMover
 
 PAGE = (4, 6)  # tokens per page, 2 * head dim
 Pages = list[tuple[torch.Tensor, torch.Tensor]]
@@ -68,11 +69,15 @@ def check_experts(mover: CollectiveMover, rank: int, ranks: int, dtype: torch.dt
     expected_bytes = plan.numel_sent(rank) * dtype.itemsize
     for layer in range(layers):
         assert mover.experts_ep_to_tp(*views(layer + 1, "EP"), *views(layer, "TP")) == expected_bytes
+    if isinstance(mover, OverlappedMover):
+        mover.flush()
     for layer in range(layers):
         for view, tensor in zip(views(layer, "TP"), wanted[layer], strict=True):
             assert torch.equal(bits(view), bits(tensor)), f"TP layer {layer}"
     for layer in reversed(range(layers)):
         assert mover.experts_tp_to_ep(*views(layer, "TP"), *views(layer + 1, "EP")) == expected_bytes
+    if isinstance(mover, OverlappedMover):
+        mover.flush()
     for layer in range(layers):
         for view, tensor in zip(views(layer + 1, "EP"), originals[layer], strict=True):
             assert torch.equal(bits(view), bits(tensor)), f"EP layer {layer}"
@@ -87,6 +92,41 @@ def check_experts(mover: CollectiveMover, rank: int, ranks: int, dtype: torch.dt
         mover.experts_ep_to_tp(*views(1, "EP"), w13[1:], w2)
     with pytest.raises(ValueError, match="dtype"):
         mover.experts_ep_to_tp(*views(1, "EP"), w13.double(), w2)
+
+
+def check_staging(mover: CollectiveMover, rank: int, ranks: int) -> None:
+    """Staged and committed, upwards over shifted slots, experts stand as after a move at once."""
+    layers, experts, hidden, inter = 3, 2 * ranks, 5, 3 * ranks
+    local, part = experts // ranks, inter // ranks
+    size13, size2 = local * 2 * inter * hidden, local * hidden * inter
+    generator = torch.Generator().manual_seed(11 + rank)
+    slots = torch.randn(layers + 1, size13 + size2, generator=generator)
+    moved = slots.clone()
+    rooms = poison((layers, (size13 + size2) // ranks * (ranks - 1)), torch.float32)
+
+    def views(memory: torch.Tensor, slot: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+        w13, w2 = memory[slot].split([size13, size2])
+        if layout == "EP":
+            return w13.view(local, 2 * inter, hidden), w2.view(local, hidden, inter)
+        return w13.view(experts, 2 * part, hidden), w2.view(experts, hidden, part)
+
+    def of(memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
+        return *views(memory, layer + 1, "EP"), *views(memory, layer, "TP")
+
+    before = slots.clone()
+    mover.begin_staging()
+    sent = [mover.stage_experts(*of(slots, layer), rooms[layer].view(torch.uint8)) for layer in range(layers)]
+    mover.end_staging()
+    assert torch.equal(slots, before), "staging changed the experts"
+    assert sent == [mover.experts_ep_to_tp(*of(moved, layer)) for layer in range(layers)]
+    mover.begin_commit()
+    for layer in range(layers):
+        mover.commit_experts(*of(slots, layer), rooms[layer].view(torch.uint8))
+    mover.end_commit()
+    assert torch.equal(slots, moved)
+    if ranks > 1:
+        with pytest.raises(ValueError, match="room for staging"):
+            mover.stage_experts(*of(slots, 0), rooms[0, 1:].view(torch.uint8))
 
 
 def make_requests(counts: list[int], shared: bool = True) -> list[KvRequest]:
@@ -202,6 +242,8 @@ def main() -> None:
     with torch.inference_mode():
         check_experts(mover, rank, ranks, torch.float32)
     check_experts(mover, rank, ranks, torch.bfloat16)
+    check_staging(mover, rank, ranks)
+    check_experts(OverlappedMover(dist.group.WORLD), rank, ranks, torch.bfloat16)
     uneven = [3, 0, 5, 1][:ranks]
     last_only = [0] * (ranks - 1) + [4]
     for heads in (1, 2, 4, 8):

@@ -106,7 +106,7 @@ def test_seeds_differ_by_sample_prompt_and_step_and_repeat():
 
 def test_requests_are_ordered_and_fit():
     requests = build_requests([[1] * 4, [1] * 10], 2, Sampling(max_tokens=8), seed=0, step=0, limits=LIMITS)
-    assert [r.key for r in requests] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [r.key for r in requests] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
     assert [r.sampling["max_tokens"] for r in requests] == [8, 8, 6, 6]
     with pytest.raises(BadInput, match=r"prompt 1, sample 0: min_tokens asks for 8 output tokens, .* room for 6"):
         build_requests([[1], [1] * 10], 1, Sampling(min_tokens=8), seed=0, step=0, limits=LIMITS)
@@ -146,8 +146,10 @@ def test_every_sample_goes_to_exactly_one_rank(lengths, n, ranks):
     assert max(loads) <= max(sum(loads) / ranks * 4 / 3 + 16, 1.1 * sum(loads) / ranks)
 
 
-def outcome(keys: list[tuple[int, int]], rank: int = 0) -> StepOutcome:
-    results = [SampleResult(SampleKey(*k), [k[1]], None, None, "stop", None, 0, rank) for k in keys]
+def outcome(keys: list[tuple[int, ...]], rank: int = 0, step: int = 0) -> StepOutcome:
+    results = [
+        SampleResult(SampleKey(*k[:2], *k[2:] or (step,)), [k[1]], None, None, "stop", None, 0, rank) for k in keys
+    ]
     return StepOutcome(results, StepStats(rank=rank, world_size=2))
 
 
@@ -164,11 +166,12 @@ def test_results_come_back_in_order():
         ([(0, 0), (1, 0)], r"step 9, .*missing: \(0, 1\), \(1, 1\)$"),
         ([(0, 0), (0, 1), (1, 0), (1, 1), (0, 1)], r"double: \(0, 1\)$"),
         ([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)], r"not asked for: \(2, 0\)$"),
+        ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 1, 8)], r"not asked for: \(1, 1, 8\)$"),
     ],
 )
 def test_a_short_or_double_step_is_an_error(keys, words):
     with pytest.raises(IncompleteStep, match=words):
-        collect([outcome(keys), outcome([], rank=1)], [[5], [6]], 2, step=9)
+        collect([outcome(keys, step=9), outcome([], rank=1)], [[5], [6]], 2, step=9)
 
 
 def test_requests_are_picklable_without_vllm():

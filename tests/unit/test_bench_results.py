@@ -176,9 +176,11 @@ def test_curves_of_a_sweep_choose_a_trace(tmp_path: Path) -> None:
 def test_memory_and_strawmen_and_graphs_numbers(tmp_path: Path) -> None:
     parts = dict.fromkeys(memory.PARTS, 10.0)
     figures = {"moebius": parts | {"driver_used": 84.0}, "stock_ep": parts | {"driver_used": 80.0}, "stock_tp": parts}
-    found = memory.summarise(SETUP, figures, "x")
+    figures["stock_tp"] = parts | {"driver_used": 82.0}
+    found = memory.summarise(SETUP, figures, 140.0, "x")
     assert found.results["moebius_over_ep_driver_used_gib"] == 4.0
     assert found.results["moebius_over_ep_pct"] == pytest.approx(5.0)
+    assert found.results["memory_overhead_pct"] == pytest.approx(100 * 2 / 140)
     found.write(tmp_path)
     measured = {f"{what}_{layout}_s": 2.0 for what in ("restart", "host_copy", "capture") for layout in ("ep", "tp")}
     measured |= {"switch_ms": 100.0, "switch_reshard_ms": 40.0, "return_ms": 50.0, "live_at_switch": 64}

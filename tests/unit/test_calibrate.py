@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moebius.engine.calibrate import Grid, Measured, Room, cache_path, measured, slowest_of
+from moebius.engine.calibrate import Grid, Measured, Room, measured, slowest_of, typical
+from moebius.engine.cost_cache import cache_path, keep
 from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
 from moebius.engine.layout import Layout
 from moebius.engine.types import Iteration, SampleKey, SampleResult, StepOutcome, StepStats, SwitchRecord
@@ -46,6 +47,10 @@ def test_medians_of_whole_batches_only() -> None:
     # Whole batches begin with the third iteration; EP's last three are its 9th to 11th, TP's the 16th to 18th ...
     assert found.ep_context == pytest.approx(100 + 10) and found.tp_context == pytest.approx(100 + 21)
     assert [(p.to, p.live, p.kv_tokens, p.ms) for p in found.switches] == [(TP, 4, 100, 30.0), (EP, 4, 100, 40.0)]
+
+
+def test_slow_iterations_count_as_far_as_they_are_usual() -> None:
+    assert typical([10, 10, 10, 14]) == 11 and typical([10, 10, 10, 1000]) == 12.5
 
 
 def test_a_step_without_a_switch_has_no_tp() -> None:
@@ -95,6 +100,22 @@ def test_the_cache_depends_on_every_part_of_the_key(tmp_path: Path) -> None:
 
 def test_grids_have_both_ends() -> None:
     assert Grid().batches[0] == 1 and len(Grid().contexts) >= 2
+
+
+def test_the_grid_of_a_start_fits_the_engine() -> None:
+    room = Room(2, {EP: 10**6, TP: 10**6}, 16, 300, 8192, 2048, 1000)
+    grid = Grid.at_start(room, on_gpu=True)
+    assert grid.batches == (1, 2, 8, 32, 64, 128, 256, 300) and grid.contexts == (128, 1024)
+    small = Grid.at_start(ROOM, on_gpu=False)
+    assert len(small.batches) * len(small.contexts) <= 6, "CPU starts should stay quick"
+    assert small.batches[-1] == 16 and all(c + 60 < ROOM.max_model_len for c in small.contexts)
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "the next start measures again" in keep(COSTS, tmp_path / "file" / "below")
+    assert keep(COSTS, tmp_path) == f"kept in {cache_path(COSTS.key, tmp_path)}"
+    assert CostModel.load(cache_path(COSTS.key, tmp_path)) == COSTS
 
 
 COSTS = CostModel(

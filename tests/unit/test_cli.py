@@ -176,6 +176,23 @@ def test_report_of_a_folder(files: SimpleNamespace) -> None:
     assert runner.invoke(app, ["report", str(files.out / "none")]).exit_code == 2
 
 
+def test_doctor_proves_that_verl_has_loaded_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
+    good = doctor.check_verl()
+    assert good.ok and "MoebiusReplica, ServerAdapter" in good.detail
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    bad = doctor.check_verl()
+    assert not bad.ok and "VERL_USE_EXTERNAL_PLUGINS" in bad.remedy
+
+
+def test_doctor_does_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", missing)
+    assert doctor.check_verl().ok and "not installed" in doctor.check_verl().detail
+
+
 def test_doctor_exits_with_1_and_prints_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_good() -> Check:
         return Check("good", True, "fine")

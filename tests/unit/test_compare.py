@@ -173,3 +173,15 @@ def test_runs_of_one_kind_get_colours_of_their_own() -> None:
     runs = [Run(f"r{i}", {0: step_report(0, lengths=LENGTHS)}) for i in range(4)]
     found = compare(runs)
     assert len({colour_of(found, i) for i in range(4)}) == 4
+
+
+def test_a_measured_gain_is_projected_on_whole_training_steps(tmp_path: Path) -> None:
+    """The switching run took 7.5 s of 9 s: 1.2x; with 85 % of a training step's time in rollouts that is 1.165x."""
+    said = io.StringIO()
+    html = compare_runs(folders(tmp_path), tmp_path / "out", console=Console(file=said, width=200), share=0.5)
+    text = html.read_text(encoding="utf-8")
+    assert text.count("<h3>End to end</h3>") == 1 and "whole step, rollout 1.200x as fast" in text
+    assert "<td>85 %</td><td>1.165x</td>" in text and "<td>50 % (given)</td><td>1.091x</td>" in text
+    assert "whole training steps 1.091x at 50 % of their time in rollouts" in said.getvalue()
+    compare_runs(folders(tmp_path), tmp_path / "out", console=(console := quiet()))
+    assert "1.121x at 65 % and 1.165x at 85 %" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -98,6 +98,7 @@ def test_largest_normal_value(count: int, want: float) -> None:
     assert largest_of(count) == pytest.approx(want, abs=0.03)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 5), min_size=2, max_size=2))
 def test_nonnegative_fit_finds_exact_coefficients(want: list[float]) -> None:
     rows = [[1.0, x] for x in (0.0, 1.0, 4.0)]
@@ -140,3 +141,23 @@ def test_interpolation_meets_the_points_and_stays_between_them(rows: list[tuple[
     inside = costs.ms(EP, np.arange(min(batches), max(batches) + 1), 0)
     values = [ms for _, ms in rows]
     assert inside.min() >= min(values) - 1e-9 and inside.max() <= max(values) + 1e-9
+
+
+def test_noise_at_small_batches_is_not_multiplied_by_long_contexts() -> None:
+    """Times within 2 % of 6 ms and more at contexts up to 2,048 say what a context of 30,000 costs."""
+    rng = np.random.default_rng(4)
+
+    def true_ms(batch: float, context: float) -> float:
+        return 6 + batch / 64 + 4e-6 * batch * context
+
+    points = [
+        point(layout, batch, true_ms(batch, context) * (1 + 0.02 * float(rng.uniform(-1, 1))), context)
+        for layout in (EP, TP)
+        for batch in (1, 2, 8, 32, 64, 128, 256, 512)
+        for context in (128, 2048)
+    ]
+    costs = model(points)
+    for batch in (1, 2, 8, 64, 400):
+        for context in (128, 2048, 30000):
+            for layout in (EP, TP):
+                assert float(costs.ms(layout, batch, context)) == pytest.approx(true_ms(batch, context), rel=0.1)

@@ -138,7 +138,7 @@ def test_wrong_pages_are_refused() -> None:
 def test_pages_to_owners_alternate_between_owners() -> None:
     """No rank's link idles while the pages of another are written."""
     ids = [torch.arange(n) for n in (40, 0, 40, 20)]
-    listing = pages_to_ep([(i, i) for i in ids], [(r, r + 1) for r in range(4)], 1, torch.device("cpu"))
+    listing = pages_to_ep([(i, i) for i in ids], [(r, r + 1) for r in range(4)], 1)
     assert listing.owners is not None
     for start in range(0, 100, 10):
         counts = listing.owners[start : start + 10].bincount(minlength=4).tolist()
@@ -164,9 +164,9 @@ def test_one_rank_on_a_cpu(tmp_path: Path) -> None:
         assert group is not None
         with pytest.raises(PeerError, match="rank 0 cannot share its memory: a tensor on cpu"):
             DirectMover.connect(torch.zeros(64), group)
-        layers = mover_bench._Layers(shape, group, torch.device("cpu"))
-        for what, move in layers.moves(CollectiveMover(group), True).items():
-            assert move() == 0, what
+        layers = mover_bench.OwnLayers(shape, group, torch.device("cpu"))
+        for what, there, back in layers.moves(CollectiveMover(group), True):
+            assert there() == back() == 0, what
     finally:
         dist.destroy_process_group()
     line = mover_bench.table([mover_bench.MoverSpeed("direct", "experts", 2.0, 380.0, 0.95)]).splitlines()[1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moebius.engine.layout import Layout
-from moebius.engine.memory import ALIGNMENT, SlotSizes, UnifiedBuffer
+from moebius.engine.memory import ALIGNMENT, HostBacking, SlotSizes, UnifiedBuffer
 
 SIZES = SlotSizes(expert_layers=3, expert_bytes=5000, kv_layers=4, kv_bytes=ALIGNMENT)
 
@@ -46,3 +46,33 @@ def test_starts_without_nan(buffer: UnifiedBuffer) -> None:
 def test_layer_out_of_range(buffer: UnifiedBuffer, ordinal: int) -> None:
     with pytest.raises(IndexError, match="of 3"):
         buffer.expert_slot(Layout.EP, ordinal)
+
+
+def test_host_memory_goes_back_and_comes_again_where_it_was() -> None:
+    sizes = SlotSizes(expert_layers=1, expert_bytes=8 << 20, kv_layers=2, kv_bytes=8 << 20)
+    buffer = UnifiedBuffer(sizes, torch.device("cpu"))
+    where = buffer.storage.data_ptr()
+    buffer.storage.fill_(7)
+    before = resident()
+    assert buffer.release(["kv"]) == sizes.kv_region
+    assert before - resident() > 0.95 * sizes.kv_region
+    assert buffer.release(["kv"]) == 0, "it is away already"
+    assert (buffer.expert_slot(Layout.EP, 0) == 7).all(), "the other region stays"
+    buffer.kv_slot(Layout.EP, 0).fill_(9)  # nobody should
+    assert buffer.restore() == sizes.kv_region
+    assert not buffer.kv_slot(Layout.EP, 0).any()
+    assert buffer.storage.data_ptr() == where
+    buffer.storage.fill_(7)
+    assert before - resident() < 1 << 20
+    assert buffer.release() == sizes.total_bytes and before - resident() > 0.95 * sizes.total_bytes
+
+
+def resident() -> int:
+    """Bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_regions_that_do_not_end_at_pages() -> None:
+    with pytest.raises(ValueError, match="pages have"):
+        HostBacking(1 << 20).release(5, 4096)

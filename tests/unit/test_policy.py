@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from moebius.engine.config import PolicyConfig
 from moebius.engine.costs import Array, CostModel, CostPoint, SwitchPoint
 from moebius.engine.layout import Layout
-from moebius.engine.policy import Observation, StepStart, SwitchPolicy, resolved
+from moebius.engine.policy import Finished, Observation, StepStart, SwitchPolicy, resolved
 from moebius.engine.survival import LiveForecast
 
 
@@ -314,3 +314,56 @@ def test_ranks_decide_alike(kind: Any, lengths: list[int], seed: int) -> None:
                     policy.switched()
                     layout = decision.target
     assert logs[0] == logs[1] == logs[2]
+
+
+# ---- lengths that are told one by one ----------------------------------------------------------------------
+
+
+def test_only_predictive_makes_use_of_lengths() -> None:
+    kinds = ("rollout", "interactive", "predictive", "static_ep", "static_tp", "scheduled")
+    assert [kind for kind in kinds if SwitchPolicy(PolicyConfig(kind=kind)).learns_lengths] == ["predictive"]
+
+
+def test_lengths_told_late_or_at_the_end_are_not_lost() -> None:
+    """`finished` lags behind `live` where an exchange has no place for all; the rest comes with the end of the step."""
+    policy = SwitchPolicy(PolicyConfig(kind="predictive"), costs_of(10, 9, 50))
+    lengths = [3] * 20 + [5, 9]
+    told = [Finished(i % 4, n) for i, n in enumerate(lengths)]
+    policy.begin_step(StepStart(22, 4.0, 64, {0: 6, 1: 6, 2: 5, 3: 5}))
+    for k in range(9):
+        live = sum(n > k for n in lengths)
+        batch, told = (told[:3], told[3:]) if k >= 3 else ([], told)
+        policy.decide(Observation(k, live, tokens=sum(n > k - 1 for n in lengths), finished=batch, came={}))
+    policy.end_step(finished=told)
+    table = policy.lengths._table
+    assert table.deaths.sum() == 22 and table.cut.sum() == 0
+    assert table.deaths[:10].tolist() == [0, 0, 20, 0, 1, 0, 0, 0, 1, 0]
+    assert set(policy.lengths._running.values()) == {0}
+
+
+def test_parked_samples_count_as_cut_short() -> None:
+    policy = SwitchPolicy(PolicyConfig(kind="predictive"), costs_of(10, 9, 50))
+    policy.begin_step(StepStart(4, 4.0, 64, {0: 4}))
+    for k in range(6):
+        policy.decide(Observation(k, 4 if k < 5 else 3, tokens=4 if k else 0, finished=[], came={}))
+    policy.end_step(finished=[Finished(0, 5)], left=3)
+    assert policy.lengths._table.deaths.sum() == 1 and policy.lengths._table.cut.sum() == 3
+
+
+def test_samples_that_come_before_the_first_iteration_belong_to_their_prompts() -> None:
+    """In an open step nothing runs when it begins, and few live samples are no tail until its burst has come."""
+    policy = SwitchPolicy(PolicyConfig(kind="predictive"), costs_of(10, 9, 50))
+    policy.begin_step(StepStart(0, 0.0, 64, {}))
+    policy.observe(Observation(0, 6, tokens=0, finished=[], came={7: 4, 8: 2}))
+    assert policy.lengths._running == {7: 4, 8: 2} and policy.lengths.age == 0
+    policy.observe(Observation(1, 5, tokens=6, finished=[Finished(7, 1)], came={9: 1}))
+    assert policy.lengths._running == {7: 3, 8: 2, 9: 1} and policy.lengths.age == 1
+
+
+def test_costs_auto_is_no_file() -> None:
+    config = PolicyConfig(kind="predictive")
+    assert config.costs == "auto" and config.costs_file is None and config.needs_costs
+    with pytest.raises(ValueError, match=r"set policy\.costs to auto"):
+        SwitchPolicy(config).begin_step()
+    assert PolicyConfig(costs="x.json").costs_file == "x.json" and not PolicyConfig().needs_costs
+    assert PolicyConfig(threshold_source="calibrated").needs_costs

@@ -9,6 +9,7 @@ import re
 import time
 from html import unescape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -20,13 +21,14 @@ from moebius.engine.layout import Layout
 from moebius.engine.types import Iteration, SampleKey, SampleResult, StepOutcome, StepStats, SwitchRecord
 from moebius.rollout.cli import app
 from moebius.rollout.errors import BadInput
-from moebius.rollout.hindsight import counterfactual
+from moebius.rollout.hindsight import counterfactual, static_times
 from moebius.rollout.report import build_report
 from moebius.rollout.report_files import PHASES, STEP_FIELDS, SWITCH_FIELDS, report_run, summary
 from moebius.rollout.report_html import hindsight, page
 from moebius.rollout.report_lifelines import lifelines, spans
+from moebius.rollout.report_picture import picture
 from moebius.rollout.report_run import crossover, medians
-from moebius.rollout.report_types import DecisionEntry, StepReport
+from moebius.rollout.report_types import DecisionEntry, SampleTimes, StepReport
 from moebius.rollout.svg import LEFT, RIGHT, TOP, WIDTH, ticks
 from tests.unit.reports import step_report
 from tests.unit.test_report import report
@@ -152,7 +154,7 @@ def test_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
         report(step, update_weights_s=1.25 + step).write(tmp_path)
     reports = [StepReport.load(path) for path in sorted(tmp_path.glob("step_*.json"))]
     text = page(reports, COSTS)
-    steps, switches, static = tables(text)
+    steps, switches, static, projected = tables(text)
     for row, r in zip(steps[1:], reports, strict=True):
         d, cell = r.durations_s, dict(zip(steps[0], row, strict=True))
         assert int(cell["output tokens"].replace(",", "")) == r.counts.output_tokens
@@ -176,6 +178,83 @@ def test_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
         times = (found.measured_s, found.static_ep_s, found.static_tp_s, found.best_single_s)
         assert [float(cell) for cell in row[1:5]] == pytest.approx(times, abs=0.005 + 1e-9)
         assert row[5] == f"{found.gain:.3f}x"
+    assert [row[0] for row in projected[1:]] == ["65 %", "75 %", "85 %"]
+    gain = float(static[-1][5].rstrip("x"))
+    for row in projected[1:]:
+        share = float(row[0].rstrip("% ")) / 100
+        assert float(row[1].rstrip("x")) == pytest.approx(1 / (1 - share + share / gain), abs=2e-3)
+
+
+def test_what_the_reports_themselves_say_about_static_layouts_is_shown(tmp_path: Path) -> None:
+    """Without --costs the page and the terminal take the reports' own fields; a given share has a row of its own."""
+    for step in range(2):
+        made = report(step)
+        static = static_times(made, COSTS, "costs from the cache")
+        made.model_copy(update={"counterfactual": static}).write(tmp_path)
+    said = io.StringIO()
+    report_run(tmp_path, None, Console(file=said, width=200), share=0.7)
+    text = (tmp_path / "report.html").read_text()
+    projected = next(found for found in tables(text) if "70 % (given)" in str(found))
+    assert [row[0] for row in projected[1:]] == ["65 %", "70 % (given)", "75 %", "85 %"]
+    assert "costs from the cache" in text
+    assert "by the costs: static EP" in said.getvalue() and "at 70 % of their time in rollouts" in said.getvalue()
+    (first, *_) = csv.DictReader((tmp_path / "report.csv").open())
+    assert float(first["static_tp_s"]) == counterfactual(report(0), COSTS).static_tp_s
+
+
+def test_a_report_without_costs_says_why() -> None:
+    made = report()
+    assert made.counterfactual.static_ep_s is None and "no costs" in str(made.counterfactual.reason)
+    text = page([made.model_copy(update={"counterfactual": static_times(made, None, "none kept in a cache")})])
+    assert "Not known: no costs: none kept in a cache" in text
+    other = COSTS.model_copy(update={"ranks": 8})
+    assert "calibrate there" in str(static_times(made, other, "x").reason)
+    bare = COSTS.model_copy(update={"switches": []})
+    assert "no switch was measured" in str(static_times(made, bare, "x").reason)
+
+
+def test_recorded_times_are_the_lifelines() -> None:
+    made, start, end = flights([20] * 8, starts=[0] * 4 + [20] * 4)
+    times = SampleTimes(arrived_s=list(start), ended_s=list(end), ended_iteration=[0] * 8)
+    made = made.model_copy(update={"sample_times": times})
+    found = lifelines(made)
+    assert found is not None and found.recorded
+    np.testing.assert_allclose(found.start, start)
+    np.testing.assert_allclose(found.end, end)
+    text = page([made])
+    assert "as the ranks recorded them" in text
+    drawn = re.search(r'aria-label="Arrivals over time">(.*?)</svg>', text, re.S)
+    assert drawn is not None and "4 of 8 samples joined the running step" in text
+
+
+def test_static_times_of_an_open_step_follow_its_timeline() -> None:
+    """Samples that join decode in another layout with those they decoded with: two waves of four, never eight."""
+    costs = CostModel(
+        ranks=1,
+        points=[
+            CostPoint(layout=layout, batch=batch, context=0, ms=ms)
+            for layout, values in ((Layout.EP, (8, 16)), (Layout.TP, (4, 32)))
+            for batch, ms in zip((4, 8), values, strict=True)
+        ],
+        switches=COSTS.switches,
+    )
+    made, start, end = flights([20] * 8, starts=[0] * 4 + [20] * 4)
+    times = SampleTimes(arrived_s=list(start), ended_s=list(end), ended_iteration=[0] * 8)
+    found = counterfactual(made.model_copy(update={"sample_times": times}), costs)
+    assert (found.static_ep_s, found.static_tp_s) == pytest.approx((40 * 8 / 1e3, 40 * 4 / 1e3))
+    assert found.best_single_s is None
+    assert "best single switch" in page([made.model_copy(update={"sample_times": times})], costs)
+
+
+def test_a_step_as_one_picture() -> None:
+    made, _, _ = flights([5 + i for i in range(40)], switch_at=(15,))
+    root = ElementTree.fromstring(picture(made))
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(text.startswith("40 samples, 980 tokens in") and "switch to TP with 29 live" in text for text in texts)
+    assert {"burst (EP)", "switch", "tail (TP)", "to TP, 29 live"} <= set(texts)
+    assert "http" not in picture(made).replace("http://www.w3.org/2000/svg", "")
+    committed = (Path(__file__).parents[2] / "docs" / "demo_step.svg").read_text()
+    assert ElementTree.fromstring(committed).tag.endswith("svg") and "128 samples" in committed
 
 
 def test_bars_are_as_long_as_the_times() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from moebius.engine.config import EngineConfig
-from moebius.engine.inbox import Inbox
+from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome, StepStats
-from moebius.rollout.worker import EngineError, Progress, RankSetup, RankWorker, rank_environment
+from moebius.rollout.worker import EngineError, RankSetup, RankWorker, rank_environment
 
 
 class SlowEngine:
@@ -38,10 +38,16 @@ class SlowEngine:
     def abort(self, keys: Any) -> None:
         self.aborts.append(keys)
 
+    def park(self) -> None:
+        self.inbox.park()
+
+    def kv_use(self) -> float:
+        return 0.0
+
     def clear_aborts(self) -> None:
         self.aborts = []
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, version: int, mode: str) -> None:
         self.threads.add(threading.current_thread().name)
         raise {0: ValueError("no"), 1: KeyError("x"), 2: OddError("odd"), 3: OddValueError("odd")}[version]
 
@@ -76,7 +82,8 @@ def test_questions_are_answered_during_a_step(worker, engine):
     thread = run_in_background(worker, 1)
     assert engine.started.wait(10)
     assert worker.ping() == 0
-    assert worker.progress() == Progress(done=2, live=4, layout="TP", tokens=7)
+    progress = worker.progress()
+    assert (progress.done, progress.live, progress.layout, progress.tokens) == (2, 4, "TP", 7)
     engine.finish.set()
     thread.join()
 
@@ -169,3 +176,61 @@ def test_a_step_closes_when_all_requests_have_come(worker, engine, order):
     assert not engine.inbox.take().is_open
     engine.finish.set()
     thread.join()
+
+
+@pytest.mark.parametrize("order", ["parked first", "submitted first", "before the step"])
+def test_a_step_parks_when_all_requests_have_come(worker, engine, order):
+    """A request that comes after the wish to park must not be lost."""
+    if order == "before the step":
+        worker.park_step(1, 2)
+        worker.submit(1, [request(0)])
+    thread = threading.Thread(target=worker.run_step, args=(1, [], True))
+    thread.start()
+    assert engine.started.wait(10)
+    if order == "submitted first":
+        worker.submit(1, [request(0), request(1)])
+        assert not engine.inbox.take().is_parking
+        worker.park_step(1, 2)
+    else:
+        if order == "parked first":
+            worker.park_step(1, 2)
+            worker.submit(1, [request(0)])
+        assert not engine.inbox.take().is_parking, "a request is missing"
+        worker.submit(1, [request(1)])
+    taken = engine.inbox.take()
+    assert taken.is_parking and not taken.is_open
+    engine.finish.set()
+    thread.join()
+
+
+def test_an_early_abort_of_all_ends_what_was_submitted_before_it(worker, engine):
+    worker.submit(1, [request(0)])
+    worker.abort(1, None)
+    worker.submit(1, [request(1)])
+    box = AbortBox(engine.inbox)
+    engine.abort = box.add  # type: ignore[method-assign]
+    thread = threading.Thread(target=worker.run_step, args=(1, [], True))
+    thread.start()
+    assert engine.started.wait(10)
+    assert box.among({"a": SampleKey(0, 0), "b": SampleKey(1, 0)}) == ["a"]
+    engine.finish.set()
+    thread.join()
+
+
+def test_an_abort_of_all_does_not_end_what_comes_later():
+    inbox = Inbox()
+    box = AbortBox(inbox)
+    inbox.open()
+    inbox.submit([request(1)])
+    box.add(None)  # the step has not begun: all that it begins with are meant
+    box.begin([SampleKey(0, 0)])
+    inbox.submit([request(2)])
+    keys = {str(i): SampleKey(i, 0) for i in range(5)}
+    assert box.among(keys) == ["0", "1"]
+    assert box.among(keys) == [], "told once"
+    box.add(None)
+    inbox.submit([request(3)])
+    assert box.among(keys) == ["0", "1", "2"]
+    box.add([SampleKey(3, 0)])
+    box.clear()
+    assert box.among(keys) == []

@@ -1,0 +1,107 @@
+"""Data for the verl examples, as verl's parquet files: DeepMath-103K, or a tiny model with sums to try things out.
+
+    python examples/verl/prepare.py deepmath data/deepmath          # from the hub, or --source FILE_OR_FOLDER
+    python examples/verl/prepare.py smoke runs/verl_smoke
+
+Each folder gets train.parquet and val.parquet; `smoke` also model/, random and small enough for a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moebius.rollout.datasets import Question
+from moebius.rollout.deepmath import load_source
+from moebius.rollout.demo_assets import make_tiny_model
+from moebius.rollout.job_config import DataSettings
+
+DEEPMATH = "zwhe99/DeepMath-103K"
+VALIDATION = 500  # questions that are not trained on
+ASK = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# The random model would hardly ever end by itself: so many of its 512 tokens count as end-of-sequence.
+SMOKE_STOPS = list(range(300, 330))
+
+
+def row(question: str, answer: str, source: str, split: str, index: int, extra: dict[str, Any]) -> dict[str, Any]:
+    """One row in verl's columns."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, **extra},
+    }
+
+
+def deepmath(folder: Path, source: str, limit: int | None) -> None:
+    """DeepMath in a fixed random order, its last questions for validation."""
+    questions: list[Question] = load_source(DataSettings(source=source, limit=limit))
+    random.Random(0).shuffle(questions)
+    held_out = min(VALIDATION, max(1, len(questions) // 10))
+    for split, part in (("train", questions[:-held_out]), ("val", questions[-held_out:])):
+        rows = [
+            row(str(q.prompt) + ASK, q.answer, DEEPMATH, split, i, {"difficulty": float(q.meta.get("difficulty") or 0)})
+            for i, q in enumerate(part)
+        ]
+        write(folder / f"{split}.parquet", rows)
+
+
+def smoke(folder: Path) -> None:
+    """A tiny random model and sums."""
+    model = make_tiny_model(
+        folder / "model", num_experts=4, num_layers=2, heads=2, kv_heads=2, hidden=64, moe_intermediate=32, max_len=512
+    )
+    speak_chatml(model)
+    generation = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
+    generation["eos_token_id"] = [generation["eos_token_id"], *SMOKE_STOPS]
+    (model / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    rng = random.Random(1)
+    for split, count in (("train", 16), ("val", 4)):
+        sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(count)]
+        rows = [row(f"What is {a} + {b}?", str(a + b), "sums", split, i, {}) for i, (a, b) in enumerate(sums)]
+        write(folder / f"{split}.parquet", rows)
+
+
+def speak_chatml(model: Path) -> None:
+    """Give the tiny model's tokenizer the marks of Qwen's chats, which verl looks for in models of that family."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (model / name).read_text(encoding="utf-8")
+        text = text.replace("<bos>", "<|im_start|>").replace("<eos>", "<|im_end|>")
+        (model / name).write_text(text, encoding="utf-8")
+    (model / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One parquet file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    print(f"{path}: {len(rows)} prompts")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("deepmath", "smoke"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--source", default=DEEPMATH, help="parquet or JSON lines instead of the hub's data set")
+    parser.add_argument("--limit", type=int, help="take only so many questions")
+    arguments = parser.parse_args()
+    if arguments.what == "smoke":
+        smoke(arguments.folder)
+    else:
+        deepmath(arguments.folder, arguments.source, arguments.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""How a group draws samples: whole steps, streams of rollouts, and steps that take prompts while they run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
+from moebius.rollout.backlog import PromptGroup, groups_of, homeless_requests
+from moebius.rollout.batch import Prompt, assign, build_requests, check_sampling, collect, to_sample, to_token_ids
+from moebius.rollout.budget import Budget
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, validate
+from moebius.rollout.group_life import GroupLife
+from moebius.rollout.open_step import OpenStep
+from moebius.rollout.ranks import RankError, Ranks
+from moebius.rollout.report import build_report
+from moebius.rollout.stream import OnProgress, RolloutStream
+from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
+from moebius.rollout.worker import Progress
+
+ABORT_S = 60.0  # for ranks to end a step after an abort
+_log = logging.getLogger(__name__)
+
+
+class GroupSteps(GroupLife):
+    """The part of a `RolloutGroup` that draws samples."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        step: int | None = None,
+        on_progress: OnProgress | None = None,
+        lengths: LengthTrace | None = None,
+        budget: Budget | Mapping[str, Any] | None = None,
+    ) -> list[Rollout]:
+        """Draw `n` samples of each prompt; returns one Rollout per prompt, in order, with all its samples.
+
+        A `budget` may end the step before all prompts are done: those that are come back. Prompts that earlier steps
+        have left unfinished go on first, and come back behind the step's own, by `Rollout.step` and number.
+
+        Args:
+            prompts: token ids, texts, or chat messages (lists of {"role", "content"}); kinds may be mixed. None at all
+                give an empty list.
+            n: samples per prompt, at least 1.
+            sampling: settings; a mapping changes single fields of the configured ones.
+            step: number of the rollout step, which sample seeds depend on; None counts on from the last one.
+            on_progress: called about twice a second with samples done, samples in all, output tokens so far,
+                unfinished samples and the layout. An error in it ends the step.
+            lengths: replay these output lengths exactly instead of stopping by content.
+            budget: when the step may stop, and what becomes of what is unfinished then (see Budget).
+
+        After `step_timeout_s` unfinished samples are ended; they carry the finish reason "abort", as after `abort()`.
+
+        Raises:
+            BadInput: found before anything is sent; the group goes on working.
+            GroupNotReady: shut down, a rank died, or a weight update failed; the message says what to do.
+            RankDied: a rank died during the step; `restart()` the group and repeat the step.
+            IncompleteStep: samples are missing or double.
+            MoebiusError: another call is running, or a rank failed.
+        """
+        if budget is not None or self.backlog:
+            with self.stream(prompts, n, sampling, step, on_progress, lengths, budget) as stream:
+                return sorted(stream, key=lambda r: (r.step != stream.step, r.step, r.prompt_index))
+        with self._exclusively("generate"):
+            ranks = self._ready()
+            own = self._sampling(sampling)
+            requests, prompt_ids, step = self._requests(prompts, n, own, step, lengths)
+            if not requests:
+                self.last_report = None
+                return []
+            outcomes = self._run_step(ranks, requests, step, on_progress)
+            rollouts = collect(outcomes, prompt_ids, n, step)
+            self.report_step(outcomes, step, prompt_ids)
+            return rollouts
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        step: int | None = None,
+        on_progress: OnProgress | None = None,
+        lengths: LengthTrace | None = None,
+        budget: Budget | Mapping[str, Any] | None = None,
+    ) -> RolloutStream:
+        """As `generate`, but each Rollout comes as soon as all its samples have ended, so that rewards can be computed
+        meanwhile. The group serves nothing else until the stream has ended or is closed. Raises as `generate`.
+        """
+        budget = budget if budget is None or isinstance(budget, Budget) else validate(Budget, budget, "budget")
+        with self._held_for("stream"):
+            own = self._sampling(sampling)
+            requests, ids, step = self._requests(prompts, n, own, step, lengths)
+            ready = self.backlog.take_complete()
+            try:
+                opened = self._open(step, None, groups_of(requests, ids, step, 0))
+            except BaseException:
+                self.backlog.leave(ready)
+                raise
+            opened.seal()
+            return RolloutStream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+
+    def open_step(self, step: int | None = None, expected: int | None = None) -> OpenStep:
+        """Begin a step that takes prompts while it runs. The group serves nothing else until it is closed.
+
+        `step` is as in `generate`. Few live samples mean the step's tail only when its burst has come in: when
+        `expected` samples have been submitted, or, where that is not said, when the step is being closed. Until then
+        the policies `rollout` and `predictive` stay in EP. Raises GroupNotReady, MoebiusError as `generate`.
+        """
+        with self._held_for("open_step"):
+            return self._open(self._step_number(step), expected, [])
+
+    @contextmanager
+    def _held_for(self, name: str) -> Iterator[None]:
+        """The group serves one call, which goes on after the block unless that fails."""
+        if not self._one_call.acquire(blocking=False):
+            raise MoebiusError(f"{name}: another call is running on this group; a group serves one at a time")
+        try:
+            yield
+        except BaseException:
+            self._one_call.release()
+            raise
+
+    def _open(self, step: int, expected: int | None, own: list[PromptGroup]) -> OpenStep:
+        ranks = self._ready()
+        self.backlog.check_step(step)
+        older = self.backlog.take()
+        # Parked samples are where they are; what no rank has is sent along.
+        parts = assign(homeless_requests([*older, *own]), self.config.ranks)
+        ranks_of = {request.key: rank for rank, part in enumerate(parts) for request in part}
+        self._serial += 1
+        try:
+            refs = ranks.submit("run_step", [(self._serial, part, True) for part in parts])
+        except BaseException:
+            self.backlog.groups.update({(group.step, group.prompt): group for group in older})
+            self._lose(ranks, f"step {step} broke off while it was sent")
+            raise
+        self._running, self._running_step = self._serial, step
+        return OpenStep(self, ranks, self._serial, step, refs, expected, [*older, *own], ranks_of)
+
+    def abort(self, keys: Iterable[SampleKey | tuple[int, int]] | None = None) -> None:
+        """End samples (prompt, sample) of the running step early, None: all of them. Any thread; does not wait.
+
+        They come back from `generate` with the tokens they have and the finish reason "abort". Without a running step
+        nothing happens. A key of three also names the step, for samples of an earlier one that the step goes on with.
+        """
+        ranks, serial, step = self._ranks, self._running, self._running_step
+        if ranks is not None and serial is not None:
+            ranks.tell("abort", serial, None if keys is None else [_full_key(key, step) for key in keys])
+
+    @property
+    def parked(self) -> list[SampleKey]:
+        """Unfinished samples of earlier steps, which the next one goes on with."""
+        return self.backlog.keys
+
+    @property
+    def incomplete(self) -> list[Rollout]:
+        """Prompts with parked samples, with those of their samples that have ended."""
+        return [group.rollout() for group in self.backlog.groups.values() if not group.complete]
+
+    def abort_parked(self, keys: Iterable[SampleKey] | None = None) -> list[tuple[SampleKey, Sample]]:
+        """End these parked samples (None: all) with the tokens they have, and return them; between steps only.
+
+        A prompt whose last parked sample this was is forgotten: `incomplete` has told what had ended of it. Keys that
+        are not parked are passed over. Raises GroupNotReady, MoebiusError as `generate`.
+        """
+        with self._exclusively("abort_parked"):
+            wanted = set(self.parked) if keys is None else {SampleKey(*key) for key in keys} & set(self.parked)
+            if not wanted:
+                return []
+            ended: list[tuple[SampleKey, Sample]] = []
+            if self._ranks is not None:
+                how: dict[str, Any] = {"what": "the abort of parked samples", "timeout_s": ABORT_S}
+                asked = sorted(wanted)
+                for part in self._ranks.call("abort_parked", [(asked,)] * self.config.ranks, **how):
+                    ended += [(result.key, to_sample(result)) for result in part]
+            # The rest is of ranks that are gone: nothing of it is left.
+            for key in sorted(wanted - {key for key, _ in ended}):
+                ended.append((key, Sample(key.sample, [], None, None, None, "abort", None, self.policy_version, 0)))
+            self.backlog.end(ended)
+            return ended
+
+    @property
+    def captured_lengths(self) -> LengthTrace | None:
+        """Output lengths of the last step, to replay with `generate(lengths=...)`; None before the first step."""
+        return None if self.last_report is None else LengthTrace.from_report(self.last_report)
+
+    # ---- for OpenStep -----------------------------------------------------------------------------------------------
+
+    def requests_of(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling | Mapping[str, Any] | None, step: int, first: int
+    ) -> tuple[list[SampleRequest], list[list[int]]]:
+        """Requests and token ids of prompts that are numbered from `first`. Raises BadInput."""
+        return self._requests(prompts, n, self._sampling(sampling), step, None, first)[:2]
+
+    def report_step(self, outcomes: list[StepOutcome], step: int, prompt_ids: list[list[int]]) -> None:
+        """Make `last_report`."""
+        self.last_report = build_report(
+            outcomes,
+            step=step,
+            policy_version=self.policy_version,
+            model=self.config.engine.model,
+            device=self.device,
+            prompt_tokens=[len(ids) for ids in prompt_ids],
+            update_weights_s=self._update_s,
+            startup=self._unreported_start,
+            costs=self.costs,
+            costs_from=self.costs_from,
+        )
+        self._update_s = self._unreported_start = None
+        self._next_step = step + 1
+
+    def step_closed(self) -> None:
+        """The open step is over, whole or lost; called once."""
+        self._running = None
+        self._one_call.release()
+
+    def step_lost(self, ranks: Ranks, error: MoebiusError) -> None:
+        """A rank failed in the open step."""
+        self._step_lost(ranks, error)
+
+    def refusal(self, error: MoebiusError, step: int) -> BadInput | None:
+        """What to raise if the ranks have refused the step, so that none has started and all can go on."""
+        refused = ("RequestRefused", "PolicyRefused")
+        if isinstance(error, RankError) and error.by_all and str(error.cause).startswith(refused):
+            return BadInput(f"step {step}: {error.cause}")
+        return None
+
+    # ---- parts of generate ----------------------------------------------------------------------------------------
+
+    def _sampling(self, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
+        if isinstance(sampling, Mapping):
+            sampling = Sampling.parse(self.config.sampling.model_dump() | dict(sampling))
+        own = self.config.sampling if sampling is None else Sampling.parse(sampling)
+        check_sampling(own, self._limits)
+        return own
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        step: int | None,
+        lengths: LengthTrace | None,
+        first: int = 0,
+    ) -> tuple[list[SampleRequest], list[list[int]], int]:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise BadInput(f"n: expected at least 1 sample per prompt, got {n!r}")
+        step = self._step_number(step)
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+            raise BadInput(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
+        ids = [to_token_ids(p, i, self._limits, lambda: self.tokenizer) for i, p in enumerate(prompts)]
+        seed = self.config.engine.seed if sampling.seed is None else sampling.seed
+        requests = build_requests(
+            ids, n, sampling, seed=seed, step=step, limits=self._limits, lengths=lengths, first=first
+        )
+        return requests, ids, step
+
+    def _step_number(self, step: int | None) -> int:
+        if step is None:
+            return self._next_step
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
+            raise BadInput(f"step: expected an int of at least 0, got {step!r}")
+        return step
+
+    def _run_step(
+        self, ranks: Ranks, requests: list[SampleRequest], step: int, on_progress: OnProgress | None
+    ) -> list[StepOutcome]:
+        self._serial += 1
+        serial = self._serial
+        calls = [(serial, own) for own in assign(requests, self.config.ranks)]
+        try:
+            refs = ranks.submit("run_step", calls)
+        except BaseException:
+            # Some ranks may have the step and others not: they would never meet again.
+            self._lose(ranks, f"step {step} broke off while it was sent")
+            raise
+        self._running, self._running_step = serial, step
+        limit = self.config.step_timeout_s
+        started = time.monotonic()
+        aborted = False
+
+        def on_poll(progress: Sequence[Progress]) -> None:
+            nonlocal aborted
+            if limit is not None and not aborted and time.monotonic() - started > limit:
+                _log.warning("step %d has run for step_timeout_s=%g: unfinished samples are ended", step, limit)
+                self.abort()
+                aborted = True
+            if on_progress:
+                done, tokens = sum(p.done for p in progress), sum(p.tokens for p in progress)
+                on_progress(done, len(requests), tokens, progress[0].live, progress[0].layout)
+
+        what = f"step {step}"
+        try:
+            timeout = None if limit is None else limit + ABORT_S
+            outcomes = ranks.gather(refs, what=what, timeout_s=timeout, on_poll=on_poll)
+        except RankDied as error:
+            self._step_lost(ranks, error)
+            raise RankDied(str(error), rank=error.rank, step=step) from error
+        except RankError as error:
+            if (harmless := self.refusal(error, step)) is not None:
+                raise harmless from error
+            # The engines refuse further steps themselves after one that broke off.
+            self._step_lost(ranks, error)
+            raise
+        except BaseException:
+            self._interrupt(ranks, refs, what)
+            raise
+        finally:
+            self._running = None
+        if on_progress:
+            tokens = sum(len(result.token_ids) for outcome in outcomes for result in outcome.results)
+            iterations = outcomes[0].stats.iterations
+            on_progress(len(requests), len(requests), tokens, 0, iterations[-1].layout if iterations else "EP")
+        return outcomes
+
+    def _step_lost(self, ranks: Ranks, error: MoebiusError) -> None:
+        closed_by_user = self._ranks is not ranks
+        self._lose(ranks, str(error))
+        if closed_by_user:
+            raise GroupNotReady(self._problem or "the group was shut down during the step") from error
+
+    def _interrupt(self, ranks: Ranks, refs: dict[Any, int], what: str) -> None:
+        """The caller broke off (Ctrl-C, an error in on_progress): end the step so that the group can go on."""
+        self.abort()
+        try:
+            ranks.gather(refs, what=f"the abort of {what}", timeout_s=ABORT_S)
+        except (RankDied, RankError) as error:
+            self._lose(ranks, str(error))
+
+
+def _full_key(key: Sequence[int], step: int) -> SampleKey:
+    return SampleKey(*key) if len(key) == 3 else SampleKey(key[0], key[1], step)

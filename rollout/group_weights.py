@@ -1,0 +1,274 @@
+"""How a group gets new weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from moebius.engine.types import UpdateStats
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.group_life import GroupLife
+from moebius.rollout.ranks import RankError, Ranks
+from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, NamedTensors, Transport, packed
+from moebius.rollout.worker import UpdateMode
+
+UPDATE_CALL_S = 600.0  # for one bucket of weights
+PULL_S = 3600.0  # for an update that the ranks fetch themselves
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """How long a weight update took. `nbytes` came to each rank; `seconds` are the whole call."""
+
+    version: int
+    mode: str  # "in_place" | "staged"
+    transport: str  # "host", "ipc", or the source of a pulled update
+    nbytes: int
+    seconds: float
+
+    @property
+    def gbps(self) -> float:
+        """Gigabytes (10^9 bytes) per second that came to each rank."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """An update that is going on."""
+
+    ranks: Ranks
+    version: int
+    mode: UpdateMode
+    problem_before: str | None
+    started: float
+
+
+class GroupWeights(GroupLife):
+    """The part of a `RolloutGroup` that a trainer sends weights to."""
+
+    last_update: UpdateReport | None = None
+    _session: _Session | None = None  # between `begin_update` and `commit_update`
+
+    def update_weights(
+        self,
+        named_tensors: NamedTensors,
+        version: int,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        mode: UpdateMode | None = None,
+        transport: Transport = "host",
+    ) -> UpdateReport:
+        """Replace all weights by those of policy `version`, all or nothing.
+
+        Args:
+            named_tensors: a mapping or stream of Hugging Face names and tensors on any device, experts one by one or
+                fused (see moebius.engine.weights). A stream is read as it is sent.
+            version: an int, at least the present `policy_version`; it is stamped on every token sampled from then on.
+            bucket_bytes: how much is sent at once.
+            mode: in_place: tensors are written as they come, nothing is held twice; after a failed update `generate`
+                raises GroupNotReady until one has succeeded. staged: ranks hold them in host memory until all have
+                come; after a failed update the old weights serve on. None: `update_mode` of the configuration.
+            transport: host: through Ray's object store. ipc: the ranks read this process's CUDA memory (one host).
+
+        Parked samples go on under the new weights.
+
+        Raises:
+            BadInput: a name, shape, dtype or the version is wrong, or weights are missing.
+            GroupNotReady, RankDied, MoebiusError: as in `generate`.
+        """
+
+        def send(ranks: Ranks, mode: UpdateMode) -> list[UpdateStats]:
+            return self._send(ranks, packed(named_tensors, bucket_bytes, transport), version, mode)
+
+        if bucket_bytes < 1:
+            raise BadInput(f"update_weights: bucket_bytes must be at least 1, got {bucket_bytes}")
+        return self._update("update_weights", version, mode, transport, send)
+
+    def pull_update(
+        self,
+        version: int,
+        source: str,
+        args: Sequence[tuple[Any, ...]],
+        *,
+        mode: UpdateMode | None = None,
+        timeout_s: float = PULL_S,
+    ) -> UpdateReport:
+        """Replace all weights by those that every rank fetches itself, all or nothing.
+
+        Args:
+            version, mode: as in `update_weights`.
+            source: "module:function", importable by the ranks. In rank r's process, on the thread of its engine,
+                `function(*args[r])` is called and yields lists of (name, tensor), on any device; each must stay as it
+                is until the next one is asked for. moebius.rollout.transports has some.
+            args: one tuple per rank.
+            timeout_s: for all of it.
+
+        Raises as `update_weights`; BadInput also for whatever the source raised.
+        """
+        self._one_per_rank("pull_update", args)
+
+        def pull(ranks: Ranks, mode: UpdateMode) -> list[UpdateStats]:
+            calls = [(version, source, tuple(arguments), mode) for arguments in args]
+            return ranks.call("pull_update", calls, what=f"the update to version {version}", timeout_s=timeout_s)
+
+        return self._update("pull_update", version, mode, source, pull)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget which prompts' KV is still there; between steps. An update does so by itself."""
+        with self._exclusively("reset_prefix_cache"):
+            self._alive().call("reset_prefix_cache", what="forgetting cached prefixes", timeout_s=UPDATE_CALL_S)
+
+    # ---- the same in parts, for callers to whom an update comes in several calls ---------------------------------
+
+    def begin_update(self, version: int, *, mode: UpdateMode | None = None) -> None:
+        """Open an update; arguments as in `update_weights`. Then `pull_tensors`, often, and `commit_update`."""
+        with self._exclusively("begin_update"):
+            session = self._begin("begin_update", version, mode)
+            with self._failing(session):
+                how: dict[str, Any] = {"what": f"the update to version {version}", "timeout_s": UPDATE_CALL_S}
+                session.ranks.call("begin_update", [(version, session.mode)] * self.config.ranks, **how)
+            self._session = session
+
+    def pull_tensors(self, source: str, args: Sequence[tuple[Any, ...]], *, timeout_s: float = PULL_S) -> None:
+        """Some of the open update's tensors, as `pull_update` fetches all. The update is over if this fails."""
+        with self._exclusively("pull_tensors"):
+            session = self._opened()
+            self._one_per_rank("pull_tensors", args)
+            with self._failing(session):
+                calls = [(source, tuple(arguments)) for arguments in args]
+                session.ranks.call("pull_tensors", calls, what="fetching weights", timeout_s=timeout_s)
+
+    def commit_update(self) -> UpdateReport:
+        """End the open update: the new weights serve. Raises as `update_weights`."""
+        with self._exclusively("commit_update"):
+            session = self._opened()
+            self._session = None
+            with self._failing(session):
+                what = f"the update to version {session.version}"
+                stats = session.ranks.call("commit_update", what=what, timeout_s=UPDATE_CALL_S)
+            return self._done(session, "pulled in parts", stats)
+
+    def drop_update(self) -> None:
+        """Give the open update up, if there is one."""
+        with self._exclusively("drop_update"):
+            session, self._session = self._session, None
+            if session is not None and session.ranks is self._ranks:
+                self._give_up(session, MoebiusError("it was given up"))
+
+    def on_ranks(self, source: str, args: Sequence[tuple[Any, ...]], *, timeout_s: float = UPDATE_CALL_S) -> list[Any]:
+        """Call the function at "module:function" in every rank's process, on the thread of its engine, with `args[r]`.
+
+        For what a weight source has to prepare there. Between steps. Returns the answers; raises as `pull_update`.
+        """
+        with self._exclusively("on_ranks"):
+            self._one_per_rank("on_ranks", args)
+            calls = [(source, tuple(arguments)) for arguments in args]
+            try:
+                return self._alive().call("call_function", calls, what=source, timeout_s=timeout_s)
+            except RankError as error:
+                if error.by_all and isinstance(error.cause, ValueError):
+                    raise BadInput(f"{source}: {error.cause}") from error
+                raise
+
+    # ---- parts of an update -----------------------------------------------------------------------------------------
+
+    def _one_per_rank(self, name: str, args: Sequence[tuple[Any, ...]]) -> None:
+        if len(args) != self.config.ranks:
+            raise BadInput(f"{name}: args needs one tuple per rank, {self.config.ranks}, got {len(args)}")
+
+    def _opened(self) -> _Session:
+        if self._session is None or self._session.ranks is not self._ranks:
+            raise GroupNotReady("no weight update is open: call begin_update first")
+        return self._session
+
+    def _update(
+        self,
+        name: str,
+        version: int,
+        mode: UpdateMode | None,
+        transport: str,
+        send: Callable[[Ranks, UpdateMode], list[UpdateStats]],
+    ) -> UpdateReport:
+        with self._exclusively(name):
+            session = self._begin(name, version, mode)
+            with self._failing(session):
+                stats = send(session.ranks, session.mode)
+            return self._done(session, transport, stats)
+
+    def _begin(self, name: str, version: int, mode: UpdateMode | None) -> _Session:
+        mode = self.config.update_mode if mode is None else mode
+        if mode not in ("in_place", "staged"):
+            raise BadInput(f"{name}: mode must be 'in_place' or 'staged', got {mode!r}")
+        ranks = self._alive()
+        self._check_awake(["weights"])
+        if not isinstance(version, int) or isinstance(version, bool) or version < self.policy_version:
+            raise BadInput(
+                f"{name}: version must be an int of at least {self.policy_version}, the present policy version, got "
+                f"{version!r}"
+            )
+        self._session = None  # the ranks drop one that is still open
+        session = _Session(ranks, version, mode, self._problem, time.perf_counter())
+        if mode == "in_place":  # until the commit, ranks hold a mixture of old and new weights
+            self._problem = f"the weight update to policy version {version} did not complete; send a full update"
+        return session
+
+    def _done(self, session: _Session, transport: str, stats: list[UpdateStats]) -> UpdateReport:
+        self._problem = None
+        self._updated = True
+        self.policy_version = session.version
+        self._update_s = time.perf_counter() - session.started
+        nbytes = max(rank.nbytes for rank in stats)
+        self.last_update = UpdateReport(session.version, session.mode, transport, nbytes, self._update_s)
+        return self.last_update
+
+    @contextmanager
+    def _failing(self, session: _Session) -> Iterator[None]:
+        """What an error in the block means for the session, the group and the caller."""
+        try:
+            yield
+        except BaseException as error:
+            self._session = None
+            self._give_up(session, error)
+            if isinstance(error, RankError) and error.by_all and isinstance(error.cause, ValueError):
+                raise BadInput(f"update to version {session.version}: {error.cause}") from error
+            raise
+
+    def _give_up(self, session: _Session, error: BaseException) -> None:
+        if isinstance(error, RankDied) or (isinstance(error, RankError) and not error.by_all):
+            self._lose(session.ranks, str(error))
+            return
+        if session.mode == "in_place":
+            self._problem = (
+                f"the weight update to policy version {session.version} failed ({type(error).__name__}: {error}); "
+                "send a full update"
+            )
+            return
+        try:
+            session.ranks.call("drop_update", what="giving an update up", timeout_s=UPDATE_CALL_S)
+        except (RankDied, RankError) as lost:
+            self._lose(session.ranks, str(lost))
+            return
+        self._problem = session.problem_before
+
+    def _send(self, ranks: Ranks, buckets: Any, version: int, mode: UpdateMode) -> list[UpdateStats]:
+        how: dict[str, Any] = {"what": f"the update to version {version}", "timeout_s": UPDATE_CALL_S}
+        size = len(ranks.handles)
+        loading: dict[Any, int] = {}
+        try:
+            ranks.call("begin_update", [(version, mode)] * size, **how)
+            for bucket in buckets:
+                # One bucket loads while the next is packed: two in memory, never more.
+                ranks.gather(loading, **how)
+                ref = ray.put(bucket)
+                loading = ranks.submit("update_tensors", [(ref,)] * size)
+            ranks.gather(loading, **how)
+            return ranks.call("commit_update", **how)
+        finally:
+            # After a failure too: a bucket that is still loading must not run into the next update.
+            if loading:
+                ray.wait(list(loading), num_returns=len(loading), timeout=UPDATE_CALL_S)

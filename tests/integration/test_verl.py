@@ -1,0 +1,194 @@
+"""Unmodified verl 0.9.1 trains a tiny model on two ranks with our rollouts and the real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROMPTS, N, STEPS = 4, 4, 2  # as examples/verl/smoke.sh has them
+TIMEOUT_S = 420
+OURS = "actor_rollout_ref.rollout.engine_kwargs.moebius"
+PARTS = ("burst", "switch", "tail")
+UPDATE = ["wake_up", "update_weights", "updated", "clear_kv_cache", "set_global_steps", "wake_up"]
+METRIC = re.compile(r"(?<= - )([\w./@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?|nan)\)?")
+
+
+@dataclass
+class Run:
+    """What one run of verl left behind."""
+
+    steps: dict[int, dict[str, float]]  # metrics by training step
+    calls: list[dict[str, Any]]  # of the trainer, in order
+    output: str
+
+    def named(self, *names: str) -> list[dict[str, Any]]:
+        return [call for call in self.calls if call["call"] in names]
+
+    def order(self, *left_out: str) -> list[str]:
+        """Names of calls, a run of equal ones once."""
+        return [name for name, _ in groupby(call["call"] for call in self.calls if call["call"] not in left_out)]
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Ray's sockets need a short path."""
+    folder = Path(tempfile.mkdtemp(prefix="vray", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verl")
+    command = [sys.executable, "examples/verl/prepare.py", "smoke", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def train(data: Path, ray_folder: Path, tmp_path: Path, *settings: str) -> Run:
+    """The smoke test as users run it, with some settings changed."""
+    calls = tmp_path / "calls.jsonl"
+    command = ["bash", "examples/verl/smoke.sh", str(data), f"+{OURS}.calls={calls}", *settings]
+    command += [f"+ray_kwargs.ray_init._temp_dir={ray_folder}"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VERL_"))}
+    environment["PYTHON"] = sys.executable
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        pytest.fail(f"verl did not end within {TIMEOUT_S} s:\n{output[-6000:]}")
+    assert process.returncode == 0, output[-6000:]
+    steps = {}
+    for line in output.splitlines():
+        if (found := re.search(r"\bstep:(\d+) - ", line)) is not None:
+            steps[int(found[1])] = {name: float(value) for name, value in METRIC.findall(line)}
+    return Run(steps, [json.loads(line) for line in calls.read_text().splitlines()], output)
+
+
+def check_weights(run: Run) -> None:
+    """Every update reached both ranks whole and alike, and changed something."""
+    received = run.named("received")
+    assert len(received) == 2 * len(run.named("updated"))
+    sums = [{call["sum"] for call in pair} for pair in zip(received[::2], received[1::2], strict=True)]
+    assert all(len(pair) == 1 for pair in sums), "the ranks got different weights"
+    assert len(set.union(*sums)) == len(sums), "an update brought the weights that were there"
+    assert {call["rank"] for call in received} == {0, 1}
+
+
+def check_metrics(run: Run, threshold: int = 6, *, counts: bool = True) -> None:
+    """Rollout and actor agree, and every step had a burst, a switch and a tail."""
+    assert sorted(run.steps) == list(range(1, STEPS + 1)), run.output[-3000:]
+    for metrics in run.steps.values():
+        assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.98
+        assert metrics["actor/grad_norm"] > 0
+        parts = [metrics[f"timing_s/gen/{part}"] for part in PARTS]
+        assert min(parts) > 0
+        if counts:
+            assert metrics["moebius/switches"] >= 1
+            assert 0 < metrics["moebius/live_at_switch"] <= threshold
+            assert metrics["moebius/tail_share"] == pytest.approx(parts[2] / sum(parts), abs=1e-3)
+
+
+def test_sync_with_validation(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+    run = train(data, ray_folder, tmp_path, "trainer.test_freq=2", "actor_rollout_ref.rollout.val_kwargs.n=1")
+    check_metrics(run, threshold=6)
+    check_weights(run)
+    for metrics in run.steps.values():
+        # Only other weights could make probabilities differ by more than the trainer's kernels do.
+        assert metrics["training/rollout_probs_diff_max"] < 2e-3
+        assert sum(metrics[f"timing_s/gen/{part}"] for part in PARTS) < metrics["timing_s/gen"]
+    step = ["begin_step", "generate", "sleep", *UPDATE]
+    assert run.order("received", "generated") == ["launch", "sleep", *UPDATE, *step * STEPS, "begin_step", "generate"]
+    assert [call["tags"] for call in run.named("wake_up")] == [["weights"], ["kv_cache"]] * (STEPS + 1)
+    assert [call["expected"] for call in run.named("begin_step")] == [PROMPTS * N] * STEPS + [PROMPTS]
+    answers = run.named("generated")
+    assert [call["global_steps"] for call in answers] == [0] * PROMPTS * N + [1] * PROMPTS * N + [2] * PROMPTS
+    assert all(call["stop"] == "completed" for call in answers)
+    assert all(call["sampling"]["temperature"] == 0 for call in run.named("generate")[-PROMPTS:])
+    assert "val-core" in run.output
+
+
+def test_colocate_async_with_partial_rollouts(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+    """Long samples, three batches ahead: something runs at the end of each step, is cut off and goes on in the next."""
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    generation = folder / "model" / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": [2, 300, 301]}))
+    run = train(
+        folder, ray_folder, tmp_path,
+        "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=3",
+        "data.max_response_length=400", "actor_rollout_ref.actor.optim.lr=1e-4", f"{OURS}.policy.threshold=30",
+    )  # fmt: skip
+    check_metrics(run, threshold=30)
+    check_weights(run)
+    end = ["abort_all_requests", "sleep", *UPDATE, "resume_generation"]
+    assert run.order("received", "generated", "generate", "begin_step") == ["launch", "sleep", *UPDATE, *end * STEPS]
+    assert sum(call["expected"] for call in run.named("begin_step")) == PROMPTS * N * (3 + STEPS)
+    # Whoever had asked when a step was cut off had an answer before the weights changed.
+    names = [call["call"] for call in run.calls]
+    for cut, update in zip(positions(names, "abort_all_requests"), positions(names, "update_weights")[1:], strict=True):
+        assert names[:cut].count("generate") <= names[:update].count("generated")
+    aborted = [call for call in run.named("generated") if call["stop"] == "aborted"]
+    assert len(aborted) > STEPS
+    assert sum(call["tokens"] for call in aborted) > 0
+    assert {0, 1} <= {call["global_steps"] for call in aborted}
+    # They were asked for again with what they had, and make trajectories of several versions.
+    assert max(call["prompt"] for call in run.named("generate")) > 64
+    assert run.steps[STEPS]["training/off_policy/trajectory_spans/max"] >= 2
+
+
+def test_v0_trainer(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+    manager = "moebius.rollout.integrations.verl.agent_loop.AgentLoopManager"
+    run = train(
+        data, ray_folder, tmp_path,
+        "trainer.use_v1=False", f"+actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}",
+    )  # fmt: skip
+    check_metrics(run, counts=False)
+    check_weights(run)
+    step = ["begin_step", "generate", "sleep", *UPDATE]
+    assert run.order("received", "generated") == ["launch", "sleep", *UPDATE, *step * STEPS]
+    assert len(run.named("generated")) == PROMPTS * N * STEPS
+
+
+def test_separate_async(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+    """Rollouts on devices of their own; weights come through a checkpoint engine, and the group never sleeps whole."""
+    rollout = "actor_rollout_ref.rollout"
+    run = train(
+        data, ray_folder, tmp_path,
+        "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1",
+        "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=2",
+        f"{rollout}.checkpoint_engine.backend=store",
+        f"{rollout}.checkpoint_engine.custom_backend_module=tests.integration.verl_store",
+        f"+{OURS}.policy.kind=interactive", f"+{OURS}.policy.cooldown_s=0.1", f"+{OURS}.policy.window=2",
+        "actor_rollout_ref.actor.optim.lr=1e-4", "ray_kwargs.ray_init.num_gpus=4",
+    )  # fmt: skip
+    assert sorted(run.steps) == list(range(1, STEPS + 1)), run.output[-3000:]
+    assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.98 for metrics in run.steps.values())
+    assert sum(metrics.get("moebius/switches", 0) for metrics in run.steps.values()) >= 1
+    check_weights(run)
+    update = ["update_weights", "updated", "clear_kv_cache", "set_global_steps", "resume_kv_cache", "resume_generation"]
+    control = run.order("received", "generated", "generate")
+    assert control == ["launch", *["abort_all_requests", "release_kv_cache", *update] * (STEPS + 1)]
+
+
+def positions(names: list[str], wanted: str) -> list[int]:
+    return [i for i, name in enumerate(names) if name == wanted]

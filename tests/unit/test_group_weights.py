@@ -1,0 +1,200 @@
+"""What a failed weight update means for a group, with stand-ins for the ranks."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moebius.engine.types import MemoryChange, UpdateStats
+from moebius.rollout.backlog import Backlog
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.group import RolloutGroup
+from moebius.rollout.ranks import RankError
+
+SOURCE, ARGS = "a.module:function", [("rank 0",), ("rank 1",)]
+
+
+class FakeRanks:
+    """Answers calls, or raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.handles = [object(), object()]
+        self.calls: list[str] = []
+        self.failing: dict[str, Exception] = {}
+        self.closed = False
+
+    def call(self, method: str, args: Any = None, **how: Any) -> list[Any]:
+        self.calls.append(method)
+        if method in self.failing:
+            raise self.failing[method]
+        if method in ("pull_update", "commit_update"):
+            return [UpdateStats(9, "in_place", 2_000_000_000, 1.0)] * 2
+        if method in ("sleep", "wake_up"):
+            return [MemoryChange(rank, 100, 90, 0.1) for rank in range(2)]
+        return [None, None]
+
+    def close(self, *, gently: bool) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def ranks() -> FakeRanks:
+    return FakeRanks()
+
+
+@pytest.fixture
+def group(ranks: FakeRanks) -> RolloutGroup:
+    group = object.__new__(RolloutGroup)
+    vars(group).update(
+        config=SimpleNamespace(ranks=2, update_mode="in_place"),
+        policy_version=3,
+        backlog=Backlog(),
+        _ranks=ranks,
+        _problem=None,
+        _asleep=set(),
+        _one_call=threading.Lock(),
+        _updated=False,
+    )
+    return group
+
+
+def refused() -> RankError:
+    return RankError("rank 1 failed", ValueError("expected shape [3]"), by_all=True)
+
+
+def test_a_pulled_update(group: RolloutGroup, ranks: FakeRanks) -> None:
+    report = group.pull_update(9, SOURCE, ARGS)
+    assert ranks.calls == ["pull_update"] and group.policy_version == 9
+    assert report is group.last_update and report.nbytes == 2_000_000_000 and report.transport == SOURCE
+    assert report.gbps == pytest.approx(2.0 / report.seconds)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "staged"])
+def test_a_failed_update_leaves_the_old_weights_or_asks_for_a_full_one(
+    group: RolloutGroup, ranks: FakeRanks, mode: Any
+) -> None:
+    ranks.failing["pull_update"] = refused()
+    with pytest.raises(BadInput, match=r"version 9: expected shape"):
+        group.pull_update(9, SOURCE, ARGS, mode=mode)
+    assert group.policy_version == 3 and not ranks.closed
+    if mode == "staged":
+        assert ranks.calls == ["pull_update", "drop_update"]
+        assert group._ready() is ranks
+    else:
+        with pytest.raises(GroupNotReady, match="send a full update"):
+            group._ready()
+        group._problem = "an older problem"
+        with pytest.raises(BadInput):
+            group.pull_update(9, SOURCE, ARGS, mode="staged")
+        assert group._problem == "an older problem", "a staged update that fails mends nothing"
+    ranks.failing.clear()
+    group.pull_update(9, SOURCE, ARGS, mode=mode)
+    assert group._ready() is ranks
+
+
+@pytest.mark.parametrize("error", [RankDied("gone", rank=1), RankError("one hangs", ValueError("x"), by_all=False)])
+def test_an_update_that_some_ranks_did_not_answer_ends_the_group(
+    group: RolloutGroup, ranks: FakeRanks, error: MoebiusError
+) -> None:
+    ranks.failing["pull_update"] = error
+    with pytest.raises(type(error)):
+        group.pull_update(9, SOURCE, ARGS, mode="staged")
+    assert ranks.closed
+    with pytest.raises(GroupNotReady, match=r"restart\(\)"):
+        group._ready()
+
+
+def test_an_update_in_parts(group: RolloutGroup, ranks: FakeRanks) -> None:
+    with pytest.raises(GroupNotReady, match="no weight update is open"):
+        group.pull_tensors(SOURCE, ARGS)
+    group.begin_update(9)
+    with pytest.raises(GroupNotReady, match="did not complete"):
+        group._ready()
+    group.pull_tensors(SOURCE, ARGS)
+    group.pull_tensors(SOURCE, ARGS)
+    assert group.commit_update().version == 9 and group._ready() is ranks
+    assert ranks.calls == ["begin_update", "pull_tensors", "pull_tensors", "commit_update"]
+    group.begin_update(10, mode="staged")
+    ranks.failing["pull_tensors"] = refused()
+    with pytest.raises(BadInput):
+        group.pull_tensors(SOURCE, ARGS)
+    with pytest.raises(GroupNotReady, match="no weight update is open"):
+        group.commit_update()
+    assert group._ready() is ranks and group.policy_version == 9
+    group.begin_update(11)
+    group.drop_update()
+    with pytest.raises(GroupNotReady, match=r"version 11 failed .*given up"):
+        group._ready()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((2, SOURCE, ARGS), "at least 3, the present"),
+        ((True, SOURCE, ARGS), "at least 3"),
+        ((4, SOURCE, ARGS[:1]), "one tuple per rank, 2, got 1"),
+    ],
+)
+def test_arguments_that_are_wrong_change_nothing(
+    group: RolloutGroup, ranks: FakeRanks, arguments: Any, words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        group.pull_update(*arguments)
+    with pytest.raises(BadInput, match="'in_place' or 'staged'"):
+        group.pull_update(4, SOURCE, ARGS, mode="both")  # type: ignore[arg-type]
+    assert not ranks.calls and group._ready() is ranks
+
+
+def test_functions_on_ranks(group: RolloutGroup, ranks: FakeRanks) -> None:
+    assert group.on_ranks(SOURCE, ARGS) == [None, None]
+    ranks.failing["call_function"] = refused()
+    with pytest.raises(BadInput, match=r"a\.module:function: expected shape"):
+        group.on_ranks(SOURCE, ARGS)
+    assert group._ready() is ranks
+
+
+def test_asleep(group: RolloutGroup, ranks: FakeRanks) -> None:
+    report = group.sleep()
+    assert (report.nbytes, report.freed) == (200, 180)
+    with pytest.raises(GroupNotReady, match="memory of kv_cache and weights was given back"):
+        group._ready()
+    with pytest.raises(GroupNotReady, match="memory of weights was given back"):
+        group.pull_update(9, SOURCE, ARGS)
+    group.wake_up(["weights"])
+    with pytest.raises(GroupNotReady, match="memory of kv_cache was given back"):
+        group._ready()
+    group.pull_update(9, SOURCE, ARGS)
+    group.wake_up()
+    assert group._ready() is ranks
+    group.sleep(["weights"], keep_weights=True)
+    group.wake_up()
+    assert group._ready() is ranks, "kept weights are whole"
+    group.sleep("weights")  # type: ignore[arg-type]
+    group.wake_up()
+    with pytest.raises(GroupNotReady, match="send them with update_weights"):
+        group._ready()
+    with pytest.raises(BadInput, match="unknown tag 'kv'"):
+        group.sleep(["kv"])  # type: ignore[list-item]
+
+
+def test_memory_that_cannot_be_given_back_is_no_loss(group: RolloutGroup, ranks: FakeRanks) -> None:
+    ranks.failing["sleep"] = RankError("rank 0 failed", RuntimeError("BackingError: it stays"), by_all=True)
+    with pytest.raises(RankError):
+        group.sleep()
+    assert group._ready() is ranks
+    ranks.failing["sleep"] = RankError("rank 0 failed", RuntimeError("CudaError: odd"), by_all=True)
+    with pytest.raises(RankError):
+        group.sleep()
+    assert ranks.closed
+
+
+@pytest.mark.parametrize("kind", ["RequestRefused", "PolicyRefused"])
+def test_a_step_that_all_ranks_refuse_is_bad_input(group: RolloutGroup, kind: str) -> None:
+    told = RuntimeError(f"{kind}: the predictive policy needs calibrated costs")
+    found = group.refusal(RankError("x", told, by_all=True), 5)
+    assert isinstance(found, BadInput) and "step 5" in str(found) and "costs" in str(found)
+    assert group.refusal(RankError("x", told, by_all=False), 5) is None
+    assert group.refusal(RankError("x", RuntimeError("SwitchError: lost"), by_all=True), 5) is None
