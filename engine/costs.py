@@ -81,30 +81,37 @@ class CostModel(BaseModel):
 
     # ---- iterations -----------------------------------------------------------------------------------------------
 
-    def ms(self, layout: Layout, batch: npt.ArrayLike, context: npt.ArrayLike) -> Array:
+    def ms(
+        self, layout: Layout, batch: npt.ArrayLike, context: npt.ArrayLike, fullest: npt.ArrayLike | None = None
+    ) -> Array:
         """Milliseconds of an iteration, shaped as `batch` and `context` broadcast together.
 
         Between measured batches linear in log(batch); below the smallest constant; above the largest linear in the
         batch with the last slope. `batch` may be a fraction (an expected number), and is at least 1.
+
+        `fullest` is for EP: `ranks` times the requests of the rank that has most, whose KV all wait for.
+        The rest goes by the whole batch: which experts are read and how much is sent depends on all tokens, and the
+        dense weights that a rank reads on none.
         """
         curve = self._curves[layout]
         wanted = np.maximum(1.0, np.asarray(batch, dtype=np.float64))
         base = np.interp(np.log(wanted), curve.log_batch, curve.base)
         base = np.where(wanted > curve.top, curve.base[-1] + (wanted - curve.top) * curve.slope, base)
         per_token = np.interp(np.log(wanted), curve.log_batch, curve.per_token)
-        found: Array = base + per_token * wanted * np.asarray(context, dtype=np.float64)
+        held = wanted if fullest is None else np.maximum(wanted, np.asarray(fullest, dtype=np.float64))
+        found: Array = base + per_token * held * np.asarray(context, dtype=np.float64)
         return found
 
-    def ep_batch(self, live: npt.ArrayLike) -> Array:
-        """The balanced batch that costs as much in EP as `live` requests spread by chance: all wait for the fullest.
+    def fullest(self, live: npt.ArrayLike) -> Array:
+        """`ranks` times the requests of the rank that has most, when `live` ones are spread over them by chance.
 
         The expected maximum of a multinomial, by the normal approximation with Blom's score for the largest of
         `ranks` values; at least one request and at most all of them.
         """
         count = np.asarray(live, dtype=np.float64)
         share = count / self.ranks
-        fullest = share + np.sqrt(share) * largest_of(self.ranks)
-        found: Array = self.ranks * np.clip(fullest, np.minimum(count, 1.0), count)
+        most = share + np.sqrt(share) * largest_of(self.ranks)
+        found: Array = self.ranks * np.clip(most, np.minimum(count, 1.0), count)
         return found
 
     def threshold(self, context: float) -> int:
@@ -152,7 +159,9 @@ class CostModel(BaseModel):
     def _curves(self) -> dict[Layout, _Curve]:
         return {
             layout: _Curve(
-                [point for point in self.points if point.layout is layout], self.kv_ns_per_token.get(layout, 0.0) / 1e6
+                [point for point in self.points if point.layout is layout],
+                self.kv_ns_per_token.get(layout, 0.0) / 1e6,
+                self.ranks if layout is Layout.EP else 1,
             )
             for layout in _LAYOUTS
         }
@@ -185,21 +194,24 @@ class CostModel(BaseModel):
 class _Curve:
     """One layout: for each measured batch an intercept in ms and ms per KV token."""
 
-    def __init__(self, points: Sequence[CostPoint], assumed: float) -> None:
+    def __init__(self, points: Sequence[CostPoint], assumed: float, ranks: int) -> None:
         rows: dict[int, list[CostPoint]] = {}
         for point in points:
             rows.setdefault(point.batch, []).append(point)
         batches = sorted(rows)
+        held = {
+            batch: ranks * math.ceil(batch / ranks) for batch in batches
+        }  # dealt out in turn, all wait for the fullest
         known = {batch: found for batch in batches if (found := _slope(rows[batch])) is not None}
         log_batch = np.log(np.asarray(batches, dtype=np.float64))
         if known:
             # Small batches hold so little KV that reading it is lost in the noise of their times, which contexts beyond
             # the measured ones would multiply: each goes by all together, the more the less its own times can tell.
-            told = {batch: batch * batch * spread for batch, (_, spread) in known.items()}
-            pooled = sum(told[batch] * slope / batch for batch, (slope, _) in known.items()) / sum(told.values())
+            told = {batch: held[batch] ** 2 * spread for batch, (_, spread) in known.items()}
+            pooled = sum(told[batch] * slope / held[batch] for batch, (slope, _) in known.items()) / sum(told.values())
             doubt = sum(told.values()) / len(told)
             rates = [
-                max(0.0, (told[batch] * slope / batch + doubt * pooled) / (told[batch] + doubt))
+                max(0.0, (told[batch] * slope / held[batch] + doubt * pooled) / (told[batch] + doubt))
                 for batch, (slope, _) in known.items()
             ]
             # A batch of one context reads its KV as fast as its neighbours do.
@@ -207,7 +219,7 @@ class _Curve:
         else:
             per_token = np.full(len(batches), assumed)
         base = [
-            np.mean([point.ms - per_token[i] * batch * point.context for point in rows[batch]])
+            np.mean([point.ms - per_token[i] * held[batch] * point.context for point in rows[batch]])
             for i, batch in enumerate(batches)
         ]
         self.log_batch: Array = log_batch

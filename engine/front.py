@@ -34,6 +34,7 @@ class FrontRecord:
     cumulative_logprob: float | None
     runs: Runs  # of tokens sampled in earlier steps
     arrived_s: float = 0.0
+    first_s: float | None = None  # None: it has no token yet
     routes: list[Any] = field(default_factory=list)  # vLLM's arrays of the experts that tokens went to
 
 
@@ -61,6 +62,7 @@ class RequestFront:
         self.news: LengthNews | None = None  # where lengths are told to the other ranks
         self._started = time.perf_counter()
         self._arrived: dict[str, float] = {}  # seconds since the step began, of those that joined it
+        self._first: dict[str, float] = {}  # and when the first token came; 0.0: in an earlier step
         self._front = front
         # Unfinished ones, by internal request id: a key may be there twice, once asked for here and once from a peer.
         self._keys: dict[str, SampleKey] = {}
@@ -141,6 +143,11 @@ class RequestFront:
         """
         own = [output for output in outputs.outputs if output.request_id in self._keys]
         tokens = sum(len(output.new_token_ids) for output in own)
+        now = time.perf_counter() - self._started
+        if len(self._first) < len(self._keys):  # else nobody waits for a first token
+            for output in own:
+                if output.request_id not in self._first and output.new_token_ids:
+                    self._first[output.request_id] = now
         processed = self._front.output_processor.process_outputs(own, engine_core_timestamp=outputs.timestamp)
         finished = set(processed.reqs_to_abort) | {o.request_id for o in own if o.finish_reason is not None}
         # Not told apart by their names, which are made of keys; vLLM keeps the order.
@@ -198,6 +205,7 @@ class RequestFront:
             self._asked[request_id] = sample.asked
             if sample.runs:
                 self._runs[request_id] = sample.runs
+                self._first[request_id] = 0.0
             self._taken.add(sample.asked.key)
 
     def park(self, requests: Mapping[str, Request]) -> list[ParkedSample]:
@@ -238,9 +246,10 @@ class RequestFront:
             state = processor.request_states[request_id]
             logprobs = state.logprobs_processor
             runs, arrived = self._runs.get(request_id, []), self._arrived.get(request_id, 0.0)
+            first = self._first.get(request_id)
             asked = self._forget(request_id)
             told = (logprobs.logprobs, logprobs.cumulative_logprob)
-            records.append(FrontRecord(request_id, asked, *told, runs, arrived, state.routed_experts_chunks))
+            records.append(FrontRecord(request_id, asked, *told, runs, arrived, first, state.routed_experts_chunks))
         processor.abort_requests([record.request_id for record in records], internal=True)
         return records
 
@@ -266,6 +275,8 @@ class RequestFront:
             self._keys[request.request_id] = key
             self._asked[request.request_id] = record.asked
             self._arrived[request.request_id] = record.arrived_s
+            if record.first_s is not None:
+                self._first[request.request_id] = record.first_s
             if record.runs:
                 self._runs[request.request_id] = record.runs
             self._taken.add(key)
@@ -289,9 +300,9 @@ class RequestFront:
 
     def _end(self, request_id: str, output: Any) -> None:
         runs = self._runs_of(request_id, len(output.outputs[0].token_ids))
-        arrived = self._arrived.get(request_id, 0.0)
+        arrived, first = self._arrived.get(request_id, 0.0), self._first.get(request_id, 0.0)
         result = self._result(self._forget(request_id), output, runs)
-        result.arrived_s = arrived
+        result.arrived_s, result.first_s = arrived, first
         if self.news is not None:
             self.news.ended(result.key, len(result.token_ids), cut=result.finish_reason == "abort")
         self._add(result)
@@ -301,6 +312,7 @@ class RequestFront:
         self._taken.discard(self._keys.pop(request_id))
         self._runs.pop(request_id, None)
         self._arrived.pop(request_id, None)
+        self._first.pop(request_id, None)
         return self._asked.pop(request_id)
 
     def _add(self, result: SampleResult) -> None:

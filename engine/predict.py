@@ -68,8 +68,8 @@ def outlook(costs: CostModel, lengths: Forecaster, *, context: float, horizon: i
     # An iteration at offset x runs if anyone is unfinished after x; an interval stands for its middle iteration.
     any_, live = seen.any[len(ends) :], seen.live[len(ends) :]
     at = context + (starts + ends[1:] - 1) / 2
-    ep_batch = live if balanced else costs.ep_batch(live)
-    ep = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.EP, ep_batch, at))])
+    fullest = None if balanced else costs.fullest(live)
+    ep = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.EP, live, at, fullest))])
     tp = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.TP, live, at))])
     running, chance = seen.live[: len(ends)], seen.any[: len(ends)]
     switch = chance * costs.switch_ms(Layout.TP, running, running * (context + ends))

@@ -86,7 +86,7 @@ class Step:
         self._prepare_from = 0
         # By the last exchange: whether any rank may still get requests, and whether they belong to the burst.
         self._open = self._filling = False
-        self._started = self._mark = time.perf_counter()
+        stats.began = self._started = self._mark = time.perf_counter()
 
     def admit(self, requests: list[SampleRequest]) -> None:
         """Admit on all ranks or on none: a request vLLM refuses on one rank must not leave the others waiting.

@@ -44,6 +44,7 @@ class SampleResult:
     rank: int
     top_logprobs: list[dict[int, float]] | None = None  # only when sampling["logprobs"] > 0
     arrived_s: float = 0.0  # when its rank got it, seconds since the step began; 0 for those it began with
+    first_s: float = 0.0  # when its first token was taken in; 0 if that was in an earlier step, or there is none
     ended_s: float = 0.0  # when its last token was taken in
     ended_iteration: int = -1  # of the step; -1: not recorded
     # Policy version and how many tokens were sampled under it, in the order of the tokens.
@@ -141,6 +142,7 @@ class StepStats:
     admitted: int = 0  # requests this rank was given
     resumed: int = 0  # samples parked on this rank that the step went on with
     parked: int = 0  # samples on this rank that the step left unfinished
+    began: float = 0.0  # time.perf_counter() when the step began, by which ranks of one host can be compared
 
 
 @dataclass(slots=True)

@@ -116,9 +116,9 @@ def _by_timeline(report: StepReport, costs: CostModel, layout: Layout) -> float:
     points = [point for point in report.timeline if point.tokens]
     decoding = np.array([point.tokens / point.iterations for point in points])
     count = np.array([point.iterations for point in points], dtype=np.float64)
-    batch = costs.ep_batch(decoding) if layout is Layout.EP else decoding
+    fullest = costs.fullest(decoding) if layout is Layout.EP else None
     held = _contexts(report, np.array([point.t for point in points]))
-    return float((count * costs.ms(layout, batch, held)).sum()) / 1e3
+    return float((count * costs.ms(layout, decoding, held, fullest)).sum()) / 1e3
 
 
 def _contexts(report: StepReport, at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -163,8 +163,8 @@ def check(report: StepReport, costs: CostModel) -> Check:
             continue
         layout = Layout(point.layout)
         fullest = max(len(values) - int(np.searchsorted(values, age)) for values in lengths.values())
-        batch = min(live * costs.ranks, max(live, fullest * costs.ranks)) if layout is Layout.EP else live
-        ms = float(costs.ms(layout, batch, trace.prompt_tokens + age))
+        held = min(live * costs.ranks, max(live, fullest * costs.ranks)) if layout is Layout.EP else None
+        ms = float(costs.ms(layout, live, trace.prompt_tokens + age, held))
         predicted[point.layout] = predicted.get(point.layout, 0.0) + ms * point.iterations / 1e3
         measured[point.layout] = measured.get(point.layout, 0.0) + point.iteration_ms * point.iterations / 1e3
         iterations += point.iterations

@@ -107,7 +107,7 @@ class Simulator:
         context = trace.prompt_tokens + ages
         self.kv_tokens: Array = self.live * context
         self.ms: dict[Layout, Array] = {
-            Layout.EP: costs.ms(Layout.EP, fullest * costs.ranks, context),
+            Layout.EP: costs.ms(Layout.EP, self.live, context, fullest * costs.ranks),
             Layout.TP: costs.ms(Layout.TP, self.live, context),
         }
         self.switch_ms = {to: costs.switch_ms(to, self.live, self.kv_tokens) for to in (Layout.EP, Layout.TP)}

@@ -57,5 +57,6 @@ exec "$python" -m verl.trainer.main_ppo \
   trainer.total_training_steps=2 trainer.total_epochs=1 \
   trainer.val_before_train=False trainer.test_freq=-1 trainer.save_freq=-1 \
   trainer.resume_mode=disable trainer.logger=[console] trainer.default_local_dir="$folder/checkpoints" \
-  +ray_kwargs.ray_init.address=local ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.include_dashboard=False \
+  transfer_queue.backend.SimpleStorage.num_data_storage_units=1 \
+  +ray_kwargs.ray_init.address=local ray_kwargs.ray_init.num_cpus=32 +ray_kwargs.ray_init.include_dashboard=False \
   "${device[@]}" "$@"

@@ -180,6 +180,47 @@ def switch(
 
 
 @app.command()
+def serving(
+    out: Out,
+    config: Config = None,
+    folder: Dir = None,
+    overrides: Sets = None,
+    ranks: Ranks = None,
+    weights: Weights = "dummy",
+    largest_batch: Largest = 1024,
+    file: Annotated[
+        Path | None, typer.Option(help="CSV of TIMESTAMP,ContextTokens,GeneratedTokens, instead of the two bursts.")
+    ] = None,
+    first: Annotated[
+        float | None, typer.Option("--first-s", min=0.001, help="Only the first seconds of --file.")
+    ] = None,
+    time_scale: Annotated[float, typer.Option(min=1e-6, help="Factor on all times.")] = 1.0,
+    requests_scale: Annotated[float, typer.Option(min=1e-6, help="Factor on the number of requests.")] = 1.0,
+    length_scale: Annotated[float, typer.Option(min=1e-6, help="Factor on prompts and outputs.")] = 1.0,
+    policies: Annotated[str, typer.Option(help="Comma-separated.")] = "static_ep,static_tp,interactive",
+    threshold: Annotated[int | None, typer.Option(min=0, help="interactive: T_h; default: as configured.")] = None,
+    low: Annotated[int | None, typer.Option("--threshold-low", min=0, help="interactive: T_l; likewise.")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="interactive: W; likewise.")] = None,
+    cooldown: Annotated[float | None, typer.Option("--cooldown-s", min=0.0, help="interactive: C; likewise.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Times the trace is replayed under each policy.")] = 1,
+    soak: Annotated[int, typer.Option(min=0, help="Alternating live switches afterwards; 0: none.")] = 100,
+    seed: Seed = 0,
+) -> None:
+    """Requests that come in bursts, under static layouts and the interactive policy. Means something on CUDA only."""
+    from moebius.rollout.bench.serving_traces import arrivals_of, read_csv
+
+    options: dict[str, Any] = {
+        "policies": _names(policies), "threshold": threshold, "threshold_low": low, "window": window,
+        "cooldown_s": cooldown, "repeats": repeats, "soak": soak, "seed": seed,
+    }  # fmt: skip
+    scales = {"time_scale": time_scale, "requests_scale": requests_scale, "length_scale": length_scale}
+    options |= scales
+    if file is not None:
+        options |= {"trace": "csv", "arrivals": arrivals_of(read_csv(file, seed=seed, first_s=first, **scales))}
+    _finish(_run("serving", options, "moebius", folder, (config, overrides, ranks, largest_batch, weights, out)), out)
+
+
+@app.command()
 def graphs(
     out: Out,
     config: Config = None,

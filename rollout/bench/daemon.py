@@ -22,6 +22,7 @@ from moebius.rollout.bench.fleet import FleetError
 from moebius.rollout.bench.graphs import run_graphs
 from moebius.rollout.bench.results import Results
 from moebius.rollout.bench.rollout_trace import RolloutOptions, run_rollout
+from moebius.rollout.bench.serving import ServingOptions, run_serving
 from moebius.rollout.bench.sweep import SweepOptions, run_sweep
 from moebius.rollout.bench.switch import SwitchOptions, run_switch
 from moebius.rollout.errors import BadInput, MoebiusError, validate
@@ -35,6 +36,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[..., Results]]] = {
     "rollout": (RolloutOptions, run_rollout),
     "graphs": (SweepOptions, run_graphs),
     "switch": (SwitchOptions, run_switch),
+    "serving": (ServingOptions, run_serving),
 }
 
 

@@ -37,6 +37,8 @@ def _panel(axes: Any, picture: Picture, curves: list[Curve]) -> None:
     match picture.kind:
         case "lines":
             _lines(axes, curves)
+        case "time":
+            _time(axes, picture, curves)
         case "bars":
             _bars(axes, curves)
         case "stack":
@@ -47,7 +49,9 @@ def _panel(axes: Any, picture: Picture, curves: list[Curve]) -> None:
     axes.grid(True, alpha=0.3)
     if curves:
         # Beside the axes where bars fill them.
-        beside: dict[str, Any] = {} if picture.kind == "lines" else {"bbox_to_anchor": (1.01, 1.0), "loc": "upper left"}
+        beside: dict[str, Any] = (
+            {} if picture.kind in ("lines", "time") else {"bbox_to_anchor": (1.01, 1.0), "loc": "upper left"}
+        )
         axes.legend(**beside)
 
 
@@ -58,6 +62,18 @@ def _lines(axes: Any, curves: list[Curve]) -> None:
             axes.fill_between(curve.x, curve.low, curve.high, alpha=0.2, color=line.get_color())
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _time(axes: Any, picture: Picture, curves: list[Curve]) -> None:
+    for curve in curves:
+        axes.plot(curve.x, curve.y, linewidth=1.2, label=curve.name)
+    for name, spans in picture.spans.items():
+        for number, (start, end) in enumerate(spans):
+            axes.axvspan(start, end, color="0.85", zorder=0, label=name if number == 0 else None)
+    for number, (name, marks) in enumerate(picture.marks.items()):
+        for first, x in enumerate(marks):
+            style: dict[str, Any] = {"color": f"C{number + 1}", "linestyle": "--", "linewidth": 1.2}
+            axes.axvline(x, label=name if first == 0 else None, **style)
 
 
 def _stack(axes: Any, curves: list[Curve]) -> None:

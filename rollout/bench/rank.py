@@ -109,7 +109,7 @@ class Ours:
             for i in workload.indices(rank, ranks)
         ]
         for runtime in (self.engine.pair.ep, self.engine.pair.tp):
-            _forget_prefixes(runtime.scheduler)
+            forget_prefixes(runtime.scheduler)
         outcome: StepOutcome = self.engine.run_step(requests)
         return outcome
 
@@ -219,7 +219,7 @@ class Stock:
         # Prompts are made before the clock starts, as for the other engine.
         prompts = [{"prompt_token_ids": workload.prompt(i)} for i in indices]
         self._runs += 1
-        _forget_prefixes(self.front)
+        forget_prefixes(self.front)
         series = Series(full=len(indices))
         front, started = self.front, time.perf_counter()
         for i, prompt in zip(indices, prompts, strict=True):
@@ -322,7 +322,7 @@ def run(engine: Ours | Stock, workload: Workload, policy: PolicyConfig) -> Serie
     return engine.run(workload, policy)
 
 
-def _forget_prefixes(cache: Any) -> None:
-    """Runs repeat prompts: none may find the pages of an earlier one."""
+def forget_prefixes(cache: Any) -> None:
+    """Runs repeat prompts: none may find the pages of an earlier one. `cache` is a scheduler or vLLM's engine."""
     if not cache.reset_prefix_cache():
         raise RuntimeError("the prefix cache could not be emptied: pages are in use between runs")

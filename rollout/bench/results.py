@@ -36,11 +36,13 @@ class Picture(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kind: Literal["lines", "bars", "stack"] = "lines"
+    kind: Literal["lines", "bars", "stack", "time"] = "lines"  # time: lines over an axis that is not logarithmic
     title: str
     x_label: str = ""
     y_label: str
     log_y: bool = False
+    marks: dict[str, list[float]] = Field(default_factory=dict, description="time: vertical lines at x, by name.")
+    spans: dict[str, list[tuple[float, float]]] = Field(default_factory=dict, description="time: shaded, from x to x.")
 
 
 class Panel(BaseModel):

@@ -138,7 +138,7 @@ def run_switch(engines: Engines, options: SwitchOptions, command: str = "bench s
         _home(fleet, capacity, options.seed)
         series["profiled_copies"] = fleet.call(switch_rank.profiled_copies)
     if options.soak:
-        found, series["held"] = _soak(fleet, options, capacity, shapes, notes, say)
+        found, series["held"] = live_soak(fleet, options, capacity, shapes, notes, say)
         numbers |= found
     moved = bytes_moved(shapes, movers.tokens, series.get("profiled_copies"), notes)
     return make_results(
@@ -255,7 +255,7 @@ def slowest(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
     return switches
 
 
-def _soak(
+def live_soak(
     fleet: Fleet, options: SwitchOptions, capacity: Capacity, shapes: Shapes, notes: list[str], say: Any
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Steps of `update_every` switches, each followed by a weight update. Also what the ranks hold, step by step."""

@@ -131,6 +131,37 @@ def test_switch(up: Path, tmp_path: Path) -> None:
     bench(up, tmp_path, "sweep", "--batches", "2", "--context", "5", "--iterations", "4", "--window", "2")
 
 
+def test_serving(up: Path, tmp_path: Path) -> None:
+    """The bursty trace in 1.5 seconds: 31 requests, of which 8 and 12 come in bursts."""
+    arguments = ["--time-scale", "0.004", "--requests-scale", "0.01", "--length-scale", "0.02", "--soak", "2"]
+    arguments += ["--threshold", "4", "--threshold-low", "3", "--window", "2", "--cooldown-s", "0.05"]
+    results = bench(up, tmp_path, "serving", *arguments)
+    numbers, policies = results.results, ("static_ep", "static_tp", "interactive")
+    for policy in policies:
+        for phase in ("burst_1", "quiet", "burst_2", "tail"):
+            prefix = f"{phase}_{policy}"
+            assert 0 < numbers[f"{prefix}_ttft_p50_s"] <= numbers[f"{prefix}_ttft_p99_s"] < 60
+            assert 0 < numbers[f"{prefix}_tpot_mean_ms"] <= 2 * numbers[f"{prefix}_tpot_p99_ms"]
+        (rows,) = results.series["requests"][policy]
+        assert len(rows) == numbers["requests"] == 31
+        # A request is taken in after it has come, and answered after that; ranks begin a step nearly at once.
+        assert all(-0.1 < waited <= ttft for _, waited, ttft, _ in rows)
+    # It begins in TP as after a quiet time, and follows the load both ways with requests in flight.
+    switches = results.series["switches"]["interactive"][0]
+    assert [switch["to"] for switch in switches][:2] == ["EP", "TP"]
+    assert numbers["switches"] == len(switches) and all(switch["live"] > 0 for switch in switches)
+    assert 0 < numbers["pause_max_ms"] == max(switch["pause_ms"] for switch in switches)
+    assert [switch["to"] for switch in results.series["switches"]["static_tp"][0]] == ["TP"]
+    assert results.series["switches"]["static_ep"] == [[]]
+    assert numbers["worst_gap_pct"] == max(value for name, value in numbers.items() if name.startswith("gap_"))
+    assert numbers["live_switch_soak"] == 2 and numbers["soak_fd_delta"] == 0
+    trace = tmp_path / "trace.csv"
+    lines = [f"2024-05-10 00:00:{i / 10:010.7f},{5 + i},{3 + i % 4}" for i in range(10)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    found = bench(up, tmp_path, "serving", "--file", str(trace), "--policies", "static_ep", "--soak", "0")
+    assert found.results["all_requests"] == 10 and "worst_gap_pct" not in found.results
+
+
 def test_a_failed_job_says_why_and_the_engines_go_on(up: Path, tmp_path: Path) -> None:
     arguments = ["bench", "rollout", "--dir", str(up), "--out", str(tmp_path), "--requests", "4"]
     result = runner.invoke(app, arguments)

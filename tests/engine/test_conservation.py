@@ -40,7 +40,7 @@ def workloads(draw: st.DrawFn) -> tuple[PolicyConfig, dict[str, list[SampleKey]]
         key = SampleKey(prompt, number)
         sampling: dict[str, Any] = {"temperature": 0.0 if greedy else 1.0, "max_tokens": max_tokens}
         tokens = [3 + (prompt * 37 + i * i) % 250 for i in range(lengths[prompt])]
-        parts[rank].append(SampleRequest(key, tokens, sampling, derive_seed(1, 2, *key)))
+        parts[rank].append(SampleRequest(key, tokens, sampling, derive_seed(1, 2, prompt, number)))
         keys.append(key)
     aborts: dict[str, list[SampleKey]] = {}
     if keys:

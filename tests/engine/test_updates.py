@@ -82,15 +82,20 @@ def test_pages_from_before_an_update_are_never_found_again(
     work.assert_same(
         {k: v for k, v in got.items() if k.step == 1}, {SampleKey(k.prompt, 0, 1): v for k, v in want.items()}
     )
-    texts = [
-        SampleRequest(
-            SampleKey(r.key.prompt, 0, 2), r.prompt_token_ids + old[r.key][0], sampling | {"max_tokens": 8}, 1
-        )
-        for r in first
-    ]
-    got = work.collect(fleet.call(work.run, work.EP, per_rank=work.split(texts, 2)))
-    want = plain_engines[1].call(work.plain_run, texts)[0]
-    work.assert_same(got, {SampleKey(k.prompt, 0, 2): v for k, v in want.items()})
+    # Their first pages anew, with the tokens in which old and new pages meet; then all of their tokens as prompts.
+    for step, (cut, tokens) in enumerate([(10, 1), (70, 8)], 2):
+        texts = [
+            SampleRequest(
+                SampleKey(r.key.prompt, 0, step),
+                r.prompt_token_ids + old[r.key][0][:cut],
+                sampling | {"max_tokens": tokens},
+                1,
+            )
+            for r in first
+        ]
+        got = work.collect(fleet.call(work.run, work.EP, per_rank=work.split(texts, 2)))
+        want = plain_engines[1].call(work.plain_run, texts)[0]
+        work.assert_same(got, {SampleKey(k.prompt, 0, step): v for k, v in want.items()})
 
 
 def test_tokens_carry_the_version_they_were_sampled_under(fleet: Fleet, models: list[str]) -> None:

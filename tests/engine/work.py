@@ -302,19 +302,19 @@ def run_with_aborts(
         iteration += 1
         engine.abort(aborts.get(str(iteration), []))
 
-    gather = type(engine.switcher)._gather
+    switch = type(engine.switcher).to_tp
 
-    def aborting_gather(*args: Any) -> Any:
+    def aborting_switch(*args: Any, **more: Any) -> Any:
         engine.abort(aborts.get("switch", []))
-        return gather(engine.switcher, *args)
+        return switch(engine.switcher, *args, **more)
 
     engine.policy.config = policy
-    engine.switcher._gather = aborting_gather
+    engine.switcher.to_tp = aborting_switch
     engine.abort(aborts.get("before", []))
     try:
         return engine.run_step(requests, on_iteration=on_iteration)
     finally:
-        del engine.switcher._gather
+        del engine.switcher.to_tp
 
 
 def load_checkpoint(engine: Any, directory: str, version: int, fused: bool) -> None:

@@ -126,7 +126,7 @@ def test_completions_stream(client: openai.OpenAI) -> None:
         assert "".join(piece.text for piece in own) == choice.text
         assert [t for piece in own for t in piece.token_ids] == choice.token_ids
         told = [lp for piece in own if piece.logprobs for lp in piece.logprobs.token_logprobs]
-        assert told == choice.logprobs.token_logprobs
+        assert told == pytest.approx(choice.logprobs.token_logprobs, abs=1e-4), "of another layout or batch"
         assert [t for piece in own if piece.logprobs for t in piece.logprobs.text_offset] == choice.logprobs.text_offset
         assert [piece.finish_reason for piece in own if piece.finish_reason] == [choice.finish_reason]
     assert sum(map(len, pieces.values())) > 20, "it came in pieces"

@@ -109,10 +109,16 @@ def check_metrics(run: Run, threshold: int = 6, *, counts: bool = True) -> None:
 
 
 def test_sync_with_validation(data: Path, ray_folder: Path, tmp_path: Path) -> None:
-    run = train(data, ray_folder, tmp_path, "trainer.test_freq=2", "actor_rollout_ref.rollout.val_kwargs.n=1")
+    rollout = "actor_rollout_ref.rollout"
+    run = train(
+        data, ray_folder, tmp_path, "trainer.test_freq=2", f"{rollout}.val_kwargs.n=1",
+        f"{rollout}.enable_rollout_routing_replay=True", f"{rollout}.moe_load_balance_metrics_interval=1",
+    )  # fmt: skip
     check_metrics(run, threshold=6)
     check_weights(run)
     for metrics in run.steps.values():
+        # verl has counted the experts of all output tokens but each trajectory's last: 2 layers, 2 experts a token.
+        assert metrics["rollout/moe/routed_expert_assignments"] == 4 * (metrics["moebius/tokens"] - PROMPTS * N)
         # Only other weights could make probabilities differ by more than the trainer's kernels do.
         assert metrics["training/rollout_probs_diff_max"] < 2e-3
         assert sum(metrics[f"timing_s/gen/{part}"] for part in PARTS) < metrics["timing_s/gen"]
@@ -156,17 +162,21 @@ def test_colocate_async_with_partial_rollouts(data: Path, ray_folder: Path, tmp_
     assert run.steps[STEPS]["training/off_policy/trajectory_spans/max"] >= 2
 
 
-def test_v0_trainer(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+def test_v0_trainer_with_two_turns(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: two_turns\n  _target_: tests.integration.verl_agent.TwoTurns\n")
+    rollout = "actor_rollout_ref.rollout"
     manager = "moebius.rollout.integrations.verl.agent_loop.AgentLoopManager"
     run = train(
-        data, ray_folder, tmp_path,
-        "trainer.use_v1=False", f"+actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}",
+        data, ray_folder, tmp_path, "trainer.use_v1=False", f"+{rollout}.agent.agent_loop_manager_class={manager}",
+        f"{rollout}.agent.agent_loop_config_path={loops}", f"{rollout}.agent.default_agent_loop=two_turns",
     )  # fmt: skip
     check_metrics(run, counts=False)
     check_weights(run)
     step = ["begin_step", "generate", "sleep", *UPDATE]
     assert run.order("received", "generated") == ["launch", "sleep", *UPDATE, *step * STEPS]
-    assert len(run.named("generated")) == PROMPTS * N * STEPS
+    assert all(call["multi_turn"] for call in run.named("begin_step"))
+    assert len(run.named("generated")) == 2 * PROMPTS * N * STEPS
 
 
 def test_separate_async(data: Path, ray_folder: Path, tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_one_switch_is_a_constant_and_none_an_error() -> None:
 
 def test_ranks_wait_for_the_fullest() -> None:
     # Of 4 samples dealt to 2 ranks by chance, the fuller has 2.75 on average: (2*4 + 8*3 + 6*2) / 16.
-    assert float(crossing().ep_batch(4)) / 2 == pytest.approx(2.75, abs=0.1)
-    assert float(crossing().ep_batch(1)) == 2, "one sample costs as one on every rank"
+    assert float(crossing().fullest(4)) / 2 == pytest.approx(2.75, abs=0.1)
+    assert float(crossing().fullest(1)) == 2, "one sample's KV is read as if every rank had one"
     alone = crossing().model_copy(update={"ranks": 1})
-    assert alone.ep_batch([1, 7]) == pytest.approx([1, 7])
+    assert alone.fullest([1, 7]) == pytest.approx([1, 7])
 
 
 @pytest.mark.parametrize(("count", "want"), [(1, 0.0), (2, 0.5642), (8, 1.4236), (16, 1.7660)])

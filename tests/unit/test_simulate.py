@@ -64,12 +64,15 @@ def test_counts_are_one_iteration_old() -> None:
 
 
 def test_ep_waits_for_its_fullest_rank() -> None:
-    # Samples 0 and 2 are on rank 0: after two iterations it has both that are left, so EP runs as with four.
-    costs = costs_of({2: 2, 4: 4}, {1: 1, 4: 1}, 0, ranks=2)
-    simulator = Simulator(Trace((4, 2, 4, 2)), costs)
-    assert list(simulator.ms[EP]) == pytest.approx([4, 4, 4, 4])
-    apart = Simulator(Trace((4, 4, 2, 2)), costs)
-    assert list(apart.ms[EP]) == pytest.approx([4, 4, 2, 2])
+    """For its KV: 1 us per token of what it holds, times the ranks. The rest goes by all samples."""
+    costs = costs_of({2: 2, 4: 4}, {1: 1, 4: 1}, 0, ranks=2).model_copy(update={"kv_ns_per_token": {EP: 1e3}})
+    # Samples 0 and 2 are on rank 0: after two iterations it has both that are left, and reads as much as with four.
+    simulator = Simulator(Trace((4, 2, 4, 2), prompt_tokens=1000), costs)
+    assert list(simulator.ms[EP]) == pytest.approx([8, 8.004, 2 + 4.008, 2 + 4.012])
+    apart = Simulator(Trace((4, 4, 2, 2), prompt_tokens=1000), costs)
+    assert list(apart.ms[EP]) == pytest.approx([8, 8.004, 2 + 2.004, 2 + 2.006])
+    placed = Simulator(Trace((4, 4, 2, 2), prompt_tokens=1000, ranks=(0, 0, 1, 1)), costs)
+    assert list(placed.ms[EP]) == pytest.approx(list(simulator.ms[EP]))
 
 
 def test_context_and_prefill_count() -> None:
@@ -189,6 +192,19 @@ def test_on_published_lengths_predictive_keeps_up_with_the_best() -> None:
     assert numbers["predictive_vs_fixed_worst_pct"] > -1
     assert numbers["predictive_vs_oracle_worst_pct"] < 3
     assert numbers["predictive_vs_better_static_worst_pct"] > 0
+
+
+def test_the_published_results_hold_what_is_said_of_them() -> None:
+    """Also that they are those of these costs and this simulator: the first steps' times are found again."""
+    written = json.loads((SWEEP.parent / "policy_sim.json").read_text())
+    numbers, rows = written["results"], written["series"]["steps"]
+    assert len(rows) == 9 and numbers["requests"] == 2048
+    assert numbers["predictive_vs_fixed_worst_pct"] > -1 and numbers["predictive_vs_fixed_mean_pct"] > -0.01
+    assert numbers["predictive_vs_oracle_pct"] <= numbers["predictive_vs_oracle_worst_pct"] < 3
+    assert any("extrapolated" in note for note in written["notes"])
+    traces = [Trace(tuple(deepmath_like(2048, seed=seed)), 120, 32768) for seed in range(2)]
+    for found, row in zip(compare(traces, published(), int(numbers["threshold"])), rows, strict=False):
+        assert found == pytest.approx(row)
 
 
 def test_projection() -> None:

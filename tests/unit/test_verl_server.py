@@ -38,9 +38,11 @@ class Service:
         self.open.append((prompt, future))
         return await future
 
-    def finish(self, reason: str = "stop", versions: tuple[tuple[int, int], ...] = ((5, 2),)) -> None:
+    def finish(
+        self, reason: str = "stop", versions: tuple[tuple[int, int], ...] = ((5, 2),), why: str | None = None
+    ) -> None:
         for prompt, future in self.open:
-            sample = Sample(0, [7, 8], [-0.5, -1.5], None, None, reason, None, 5, 0, list(versions))
+            sample = Sample(0, [7, 8], [-0.5, -1.5], None, None, reason, why, 5, 0, list(versions))
             future.set_result(Rollout(0, prompt, [sample]))
         self.open.clear()
 
@@ -118,6 +120,18 @@ def test_an_abort_returns_what_there_is_and_expects_the_rest_again() -> None:
         assert [call for call in service.asked if call[0] == "begin_step"] == [
             ("begin_step", 4, False), ("begin_step", 3 + 4, False)
         ]  # fmt: skip
+
+    asyncio.run(main())
+
+
+def test_a_refused_request_is_an_error_and_no_abort() -> None:
+    async def main() -> None:
+        server, service = make()
+        call = asyncio.ensure_future(server.generate([1], {}, "r"))
+        await settle()
+        service.finish("abort", why="too long")
+        with pytest.raises(BadInput, match="refuses the request: too long"):
+            await call
 
     asyncio.run(main())
 

@@ -19,7 +19,7 @@ from moebius.rollout.report import StepReport
 from moebius.rollout.types import Rollout, Sample
 
 LOOK_S = 5.0  # between looks at whether a request can be answered at all
-DRAIN_S = 30.0  # after a failed update, for a trainer process to begin sending what nobody reads
+DRAIN_S = 10.0  # after a failed update, for a trainer process to begin sending what nobody reads
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +105,9 @@ class MoebiusServer:
         return await answer
 
     def _output(self, sample: Sample) -> TokenOutput:
+        if sample.finish_reason == "abort" and isinstance(sample.stop_reason, str):
+            # As an abort it would be asked for again and again.
+            raise BadInput(f"the engine refuses the request: {sample.stop_reason}")
         versions = [version for version, _ in sample.versions]
         return TokenOutput(
             token_ids=sample.token_ids,
@@ -113,7 +116,6 @@ class MoebiusServer:
             stop_reason="aborted" if sample.finish_reason == "abort" else "completed",
             extra_fields={
                 "global_steps": versions[-1] if versions else self.global_steps,
-                # Set where they differ: verl takes global_steps for both otherwise.
                 **({"min_global_steps": min(versions), "max_global_steps": max(versions)} if versions else {}),
             },
         )
