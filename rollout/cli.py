@@ -79,9 +79,9 @@ def rollout(
     out: Annotated[
         Path | None, typer.Option(help="Folder for rollouts.jsonl, step reports and report.html; a job's: job.out.")
     ] = None,
-    n: Annotated[int | None, typer.Option("--n", min=1, help="Samples per prompt [default: 1].")] = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Samples per prompt (default: 1).")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps; each draws new samples of the same prompts [default: 1].")
+        int | None, typer.Option(min=1, help="Steps; each draws new samples of the same prompts (default: 1).")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")] = None,
     overrides: Annotated[
@@ -182,11 +182,11 @@ def report(
         list[Path], typer.Argument(metavar="DIR...", help="Folders with step_NNNN.json files; several are compared.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Several: folder for comparison.html, .csv and .png [default: here].")
+        Path | None, typer.Option(help="Several: folder for comparison.html, .csv and .png (default: here).")
     ] = None,
     threshold: Annotated[
         int | None,
-        typer.Option(min=1, help="Several: split static runs at so many live samples [default: as switched]."),
+        typer.Option(min=1, help="Several: split static runs at so many live samples (default: as switched)."),
     ] = None,
     costs: Annotated[
         Path | None,

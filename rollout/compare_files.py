@@ -51,7 +51,7 @@ def compare_runs(
     if _write_png(found, out / "comparison.png"):
         written.append("comparison.png")
     else:
-        note = "no picture: it needs matplotlib (pip install 'moebius-rollout[bench]')"
+        note = "no picture: it needs matplotlib (pip install -e '.[bench]')"
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     console.print(f"written to {out.resolve()}: {', '.join(written)}", highlight=False, soft_wrap=True)
     return out / "comparison.html"

@@ -74,7 +74,7 @@ def report_run(
         written.append("report.png")
     else:
         console.print(
-            "no picture: it needs matplotlib (pip install 'moebius-rollout[bench]')",
+            "no picture: it needs matplotlib (pip install -e '.[bench]')",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
     console.print(f"{path}, beside it {', '.join(written)}", highlight=False, soft_wrap=True, markup=False)

@@ -97,7 +97,7 @@ def _need_math_verify() -> None:
     try:
         import math_verify  # noqa: F401
     except ImportError as error:
-        raise BadInput("scorer 'math' needs math-verify: pip install 'moebius-rollout[math]'") from error
+        raise BadInput("scorer 'math' needs math-verify: pip install -e '.[math]'") from error
 
 
 _BOXED = re.compile(r"\\boxed\s*\{")

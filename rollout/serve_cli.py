@@ -31,11 +31,11 @@ def serve(
     config: Annotated[Path, typer.Option(help="YAML file with the settings of the group; see configs/.")],
     host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
-    model_name: Annotated[str | None, typer.Option(help="What clients call the model [default: its folder].")] = None,
+    model_name: Annotated[str | None, typer.Option(help="What clients call the model (default: its folder).")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help=f"File with the token clients must send [default: ${TOKEN_VARIABLE}, or none].")
+        Path | None, typer.Option(help=f"File with the token clients must send (default: ${TOKEN_VARIABLE}, or none).")
     ] = None,
-    reports: Annotated[Path | None, typer.Option(help="Folder for step reports [default: service.reports].")] = None,
+    reports: Annotated[Path | None, typer.Option(help="Folder for step reports (default: service.reports).")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting, e.g. engine.policy.threshold=32; repeatable.")
     ] = None,
@@ -54,7 +54,7 @@ def serve(
 
         from moebius.rollout.server import make_app
     except ImportError as error:
-        raise BadInput(f"moebius serve needs {error.name}: pip install 'moebius-rollout[serve]'") from error
+        raise BadInput(f"moebius serve needs {error.name}: pip install -e '.[serve]'") from error
 
     from moebius.rollout.group import RolloutGroup
     from moebius.rollout.service import RolloutService

@@ -21,6 +21,7 @@ threshold=${THRESHOLD:-128}     # switch to TP at so many live trajectories; doc
 rollout=${ROLLOUT:-moebius}
 mode=${MODE:-sync}              # or colocate_async
 tokens_per_gpu=$((prompt_tokens + response_tokens))
+[ -e "$data/train.parquet" ] || { echo "no $data/train.parquet; run: python examples/verl/prepare.py deepmath $data" >&2; exit 2; }
 
 own=()
 if [ "$rollout" = moebius ]; then

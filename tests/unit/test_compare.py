@@ -166,7 +166,7 @@ def test_without_matplotlib_the_rest_is_written(tmp_path: Path, monkeypatch: pyt
     console = quiet()
     compare_runs(folders(tmp_path), tmp_path / "out", console=console)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["comparison.csv", "comparison.html"]
-    assert "moebius-rollout[bench]" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert ".[bench]" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_runs_of_one_kind_get_colours_of_their_own() -> None:
