@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from moebius.engine.config import EngineConfig, PolicyConfig
 from moebius.rollout.config import RolloutConfig
@@ -13,6 +15,13 @@ from moebius.rollout.demo_assets import make_tiny_model
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.report_html import page
 from moebius.rollout.types import Sampling
+
+
+@pytest.fixture(autouse=True)
+def own_ray() -> Iterator[None]:
+    """Groups start Ray where there is none; other tests start it in their own way."""
+    yield
+    ray.shutdown()
 
 
 def settings(model: Path, cache: Path, kind: str) -> RolloutConfig:

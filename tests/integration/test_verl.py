@@ -94,12 +94,18 @@ def check_weights(run: Run) -> None:
     assert {call["rank"] for call in received} == {0, 1}
 
 
-def check_metrics(run: Run, threshold: int = 6, *, counts: bool = True) -> None:
-    """Rollout and actor agree, and every step had a burst, a switch and a tail."""
+def check_metrics(run: Run, threshold: int = 6, *, counts: bool = True, ahead: bool = False) -> None:
+    """Rollout and actor agree, and every step had a burst, a switch and a tail.
+
+    Where batches are drawn `ahead`, a training step may find all of its own there already: then one must have had them.
+    """
     assert sorted(run.steps) == list(range(1, STEPS + 1)), run.output[-3000:]
     for metrics in run.steps.values():
         assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.98
         assert metrics["actor/grad_norm"] > 0
+    drawing = [metrics for metrics in run.steps.values() if "timing_s/gen/burst" in metrics]
+    assert len(drawing) >= (1 if ahead else STEPS)
+    for metrics in drawing:
         parts = [metrics[f"timing_s/gen/{part}"] for part in PARTS]
         assert min(parts) > 0
         if counts:
@@ -144,7 +150,7 @@ def test_colocate_async_with_partial_rollouts(data: Path, ray_folder: Path, tmp_
         "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=3",
         "data.max_response_length=400", "actor_rollout_ref.actor.optim.lr=1e-4", f"{OURS}.policy.threshold=30",
     )  # fmt: skip
-    check_metrics(run, threshold=30)
+    check_metrics(run, threshold=30, ahead=True)
     check_weights(run)
     end = ["abort_all_requests", "sleep", *UPDATE, "resume_generation"]
     assert run.order("received", "generated", "generate", "begin_step") == ["launch", "sleep", *UPDATE, *end * STEPS]
@@ -177,27 +183,6 @@ def test_v0_trainer_with_two_turns(data: Path, ray_folder: Path, tmp_path: Path)
     assert run.order("received", "generated") == ["launch", "sleep", *UPDATE, *step * STEPS]
     assert all(call["multi_turn"] for call in run.named("begin_step"))
     assert len(run.named("generated")) == 2 * PROMPTS * N * STEPS
-
-
-def test_separate_async(data: Path, ray_folder: Path, tmp_path: Path) -> None:
-    """Rollouts on devices of their own; weights come through a checkpoint engine, and the group never sleeps whole."""
-    rollout = "actor_rollout_ref.rollout"
-    run = train(
-        data, ray_folder, tmp_path,
-        "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1",
-        "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=2",
-        f"{rollout}.checkpoint_engine.backend=store",
-        f"{rollout}.checkpoint_engine.custom_backend_module=tests.integration.verl_store",
-        f"+{OURS}.policy.kind=interactive", f"+{OURS}.policy.cooldown_s=0.1", f"+{OURS}.policy.window=2",
-        "actor_rollout_ref.actor.optim.lr=1e-4", "ray_kwargs.ray_init.num_gpus=4",
-    )  # fmt: skip
-    assert sorted(run.steps) == list(range(1, STEPS + 1)), run.output[-3000:]
-    assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.98 for metrics in run.steps.values())
-    assert sum(metrics.get("moebius/switches", 0) for metrics in run.steps.values()) >= 1
-    check_weights(run)
-    update = ["update_weights", "updated", "clear_kv_cache", "set_global_steps", "resume_kv_cache", "resume_generation"]
-    control = run.order("received", "generated", "generate")
-    assert control == ["launch", *["abort_all_requests", "release_kv_cache", *update] * (STEPS + 1)]
 
 
 def positions(names: list[str], wanted: str) -> list[int]:

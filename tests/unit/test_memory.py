@@ -49,7 +49,8 @@ def test_layer_out_of_range(buffer: UnifiedBuffer, ordinal: int) -> None:
 
 
 def test_host_memory_goes_back_and_comes_again_where_it_was() -> None:
-    sizes = SlotSizes(expert_layers=1, expert_bytes=8 << 20, kv_layers=2, kv_bytes=8 << 20)
+    # Large against what else the process may take or give back meanwhile.
+    sizes = SlotSizes(expert_layers=1, expert_bytes=64 << 20, kv_layers=2, kv_bytes=64 << 20)
     buffer = UnifiedBuffer(sizes, torch.device("cpu"))
     where = buffer.storage.data_ptr()
     buffer.storage.fill_(7)
@@ -63,8 +64,9 @@ def test_host_memory_goes_back_and_comes_again_where_it_was() -> None:
     assert not buffer.kv_slot(Layout.EP, 0).any()
     assert buffer.storage.data_ptr() == where
     buffer.storage.fill_(7)
-    assert before - resident() < 1 << 20
-    assert buffer.release() == sizes.total_bytes and before - resident() > 0.95 * sizes.total_bytes
+    full = resident()
+    assert abs(full - before) < 0.05 * sizes.total_bytes
+    assert buffer.release() == sizes.total_bytes and full - resident() > 0.95 * sizes.total_bytes
 
 
 def resident() -> int:
