@@ -69,7 +69,7 @@ def test_the_extra_is_named_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
     import sys
 
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(BadInput, match=r"moebius-rollout\[math\]"):
+    with pytest.raises(BadInput, match=r"-e .\.\[math\]"):
         load_scorer("math")
 
 
