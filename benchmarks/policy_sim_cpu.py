@@ -174,7 +174,7 @@ def compared(
         "simulated_s": simulated.seconds,
         "simulated_error_pct": 100 * (simulated.seconds / measured - 1),
         "by_layout_pct": found.by_layout_pct,
-        "cores_used_by_others": round(statistics.fmean(others for _, others in runs), 2),
+        "cores_used_by_others": [round(others, 2) for _, others in runs],
     }
 
 

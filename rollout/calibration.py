@@ -56,7 +56,11 @@ def draw_costs(costs: CostModel, path: Path) -> None:
             if rows:
                 label = f"{layout.value}, context about {context:.0f}"
                 left.plot(*zip(*rows, strict=True), style, marker="o", markersize=3, color=f"C{i}", label=label)
-    left.set(xscale="log", xlabel="global batch", ylabel="ms per iteration", title="Decode iteration")
+    left.set_xscale("log", base=2)
+    batches = sorted({point.batch for point in costs.points})
+    left.set_xticks(batches, [str(batch) for batch in batches], rotation=45 if len(batches) > 8 else 0)
+    left.minorticks_off()  # their labels would be written over each other
+    left.set(xlabel="global batch", ylabel="ms per iteration", title="Decode iteration")
     left.legend(fontsize=7)
     for to in (Layout.TP, Layout.EP):
         found = [(p.kv_tokens, p.ms) for p in costs.switches if p.to is to]

@@ -40,7 +40,8 @@ def _folder(model: str) -> Path:
         raise BadInput(f"engine.model={model}: a file, expected the folder that holds config.json")
     is_id = model.count("/") == 1 and model[0] not in "./~"
     if not is_id:
-        raise BadInput(f"engine.model={model}: no such folder")
+        demo = "; `make demo` makes the demo's model" if Path(model).parts[-2:] == ("demo", "model") else ""
+        raise BadInput(f"engine.model={model}: no such folder{demo}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -217,8 +217,9 @@ def doctor() -> None:
 
     checks = run_checks()
     for check in checks:
-        typer.echo(f"{'ok  ' if check.ok else 'FAIL'} {check.name:<14} {check.detail}")
-        if not check.ok:
+        state = "FAIL" if not check.ok else "note" if check.remedy else "ok  "
+        typer.echo(f"{state} {check.name:<14} {check.detail}")
+        if check.remedy:
             typer.echo(f"     {'':<14} -> {check.remedy}")
     failed = sum(not check.ok for check in checks)
     if failed:

@@ -55,7 +55,7 @@ def simulate(
     switch_host_ms: HostMs = 15.0,
     out: Out = None,
 ) -> None:
-    """Replay output lengths through measured costs: static layouts, policies and the clairvoyant optimum."""
+    """Replay output lengths through measured costs: static layouts, policies, and the oracle that knows them all."""
     from moebius.rollout.cost_files import HostShare
     from moebius.rollout.simulate import compare
 

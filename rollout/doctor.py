@@ -33,7 +33,7 @@ MULTICAST_OFF = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Outcome of one check. `remedy` says what to do; empty when `ok`."""
+    """Outcome of one check. `remedy` says what to do, or where it is `ok` what may be done; mostly empty then."""
 
     name: str
     ok: bool
@@ -151,14 +151,14 @@ def check_shm_size(directory: Path = SHM_DIR) -> Check:
 
 
 def check_leftovers(directory: Path = SHM_DIR) -> Check:
-    """No segments of runs that were killed lie in shared memory."""
+    """Segments that killed runs left in shared memory: told, but no fault, since the next start removes them."""
     found = leftovers(directory)
     if not found:
         return Check("leftovers", True, "no segments of dead runs")
     listed = " ".join(f"'{path}'" for path in found)
     return Check(
         "leftovers",
-        False,
+        True,
         f"{len(found)} segments of dead runs hold shared memory",
         f"they go when the next group starts on this machine; to free them now: rm -- {listed}",
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from moebius.rollout.report_types import Layout, StepReport
-from moebius.rollout.svg import WIDTH, Part
+from moebius.rollout.svg import WIDTH, Part, stacked_bars
 
 NONE = "-"
 PARTS = ("burst", "switch", "tail", "other")
@@ -23,6 +23,16 @@ def parts_of(report: StepReport) -> list[Part]:
         Part(size, PART_CSS[name], f"{PART_NAMES[name]}: {seconds(size)}, {100 * size / total:.1f} %")
         for name, size in sizes.items()
     ]
+
+
+def phase_bars(phases_ms: Mapping[str, float], label: str, x_label: str) -> str:
+    """A bar per phase of a switch; grey is the pass in flight, in which samples still decode."""
+    rows = []
+    for name, ms in phases_ms.items():
+        decoding = name == "drain"
+        title = f"{name}: {ms:.2f} ms" + (", still decoding: no part of the pause" if decoding else "")
+        rows.append((name, [Part(ms, "other" if decoding else "switch", title)], f"{ms:,.2f}"))
+    return stacked_bars(rows, label=label, x_label=x_label, left=72, row_height=17.5)
 
 
 def legend(entries: Sequence[tuple[str, str]] | None = None) -> str:

@@ -22,6 +22,7 @@ from moebius.rollout.report_parts import (
     fitted,
     fold,
     legend,
+    phase_bars,
     seconds,
     size,
     table,
@@ -151,13 +152,11 @@ def switch_card(reports: Sequence[StepReport]) -> str:
     figures = []
     for to in sorted({s.to for _, s in found}, reverse=True):
         own = [s for _, s in found if s.to == to]
-        rows = []
-        for name in Phases().model_dump():
-            ms = statistics.median(s.phases_ms.model_dump()[name] for s in own)
-            rows.append((name, [Part(ms, "switch", f"{name}: {ms:.2f} ms")], f"{ms:,.2f}"))
+        phases = [s.phases_ms.model_dump() for s in own]
+        medians_ms = {name: statistics.median(found[name] for found in phases) for name in Phases().model_dump()}
         pause = statistics.median(s.pause_ms for s in own)
         note = f"median of {len(own)}; pause {pause:,.1f} ms" if len(own) > 1 else f"one switch; pause {pause:,.1f} ms"
-        chart = stacked_bars(rows, label=f"Phases of switches to {to}", x_label="ms", left=72, row_height=17.5)
+        chart = phase_bars(medians_ms, f"Phases of switches to {to}", "ms")
         figures.append(figure(f"Phases of a switch to {to}", chart, note))
     kv = []
     for step, s in found[-ROWS // 2 :]:

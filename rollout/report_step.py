@@ -8,12 +8,22 @@ from html import escape
 import numpy as np
 
 from moebius.rollout.report_lifelines import lifelines, spans
-from moebius.rollout.report_parts import PART_CSS, figure, fitted, fold, legend, parts_of, seconds, size, table
+from moebius.rollout.report_parts import (
+    PART_CSS,
+    figure,
+    fitted,
+    fold,
+    legend,
+    parts_of,
+    phase_bars,
+    seconds,
+    size,
+    table,
+)
 from moebius.rollout.report_types import DecisionEntry, StepReport, SwitchEntry, TimelinePoint
 from moebius.rollout.svg import (
     Band,
     Mark,
-    Part,
     background,
     drawing,
     frame,
@@ -28,6 +38,7 @@ PHASE_CHARTS = 2  # switches of a step drawn by phase; all of them are in the ta
 LIFELINES = 190  # lines drawn: one per unit of the drawing's height, more could not be told apart
 DECISIONS = 24
 ARRIVAL_BINS = 80
+RATE_WINDOWS = 120  # of a step's time: so long a window each rate of tokens is taken over
 
 
 def step_card(report: StepReport, limit: int, *, is_open: bool) -> str:
@@ -127,7 +138,7 @@ def _arrivals(report: StepReport) -> list[str]:
 
 
 def _rate_chart(series: Sequence[TimelinePoint], marks: Sequence[Mark], end: float) -> str:
-    rates = [p.tokens / (p.iteration_ms * p.iterations / 1e3) if p.iteration_ms > 0 else 0.0 for p in series]
+    rates = trailing_rates(series, end / RATE_WINDOWS)
     return lines(
         _by_layout(series, rates),
         marks=marks,
@@ -136,6 +147,23 @@ def _rate_chart(series: Sequence[TimelinePoint], marks: Sequence[Mark], end: flo
         x_top=end,
         y_top=max(rates, default=0.0),
     )
+
+
+def trailing_rates(series: Sequence[TimelinePoint], window_s: float) -> list[float]:
+    """Tokens per second of each point and those before it, back to `window_s` of iterations in the same layout.
+
+    One iteration says little: with asynchronous scheduling the last of a step only fetches tokens, and is very short.
+    """
+    rates: list[float] = []
+    for i, point in enumerate(series):
+        tokens, spent = 0, 0.0
+        for before in reversed(series[: i + 1]):
+            if before.layout != point.layout or (spent >= window_s and spent > 0):
+                break
+            tokens += before.tokens
+            spent += before.iteration_ms * before.iterations / 1e3
+        rates.append(tokens / spent if spent > 0 else 0.0)
+    return rates
 
 
 def lifeline_drawing(report: StepReport) -> tuple[str, str]:
@@ -180,9 +208,7 @@ def _length_chart(report: StepReport) -> str:
 
 
 def _phase_chart(switch: SwitchEntry) -> str:
-    phases = switch.phases_ms.model_dump()
-    rows = [(name, [Part(ms, "switch", f"{name}: {ms:.2f} ms")], f"{ms:,.2f}") for name, ms in phases.items()]
-    return stacked_bars(rows, label="Switch phases", x_label="ms, longest over the ranks", left=72, row_height=17.5)
+    return phase_bars(switch.phases_ms.model_dump(), "Switch phases", "ms, longest over the ranks")
 
 
 def _switch_note(s: SwitchEntry) -> str:

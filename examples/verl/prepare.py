@@ -57,10 +57,17 @@ def deepmath(folder: Path, source: str, limit: int | None) -> None:
         write(folder / f"{split}.parquet", rows)
 
 
-def smoke(folder: Path) -> None:
+def smoke(folder: Path, layers: int = 2) -> None:
     """A tiny random model and sums."""
     model = make_tiny_model(
-        folder / "model", num_experts=4, num_layers=2, heads=2, kv_heads=2, hidden=64, moe_intermediate=32, max_len=512
+        folder / "model",
+        num_experts=4,
+        num_layers=layers,
+        heads=2,
+        kv_heads=2,
+        hidden=64,
+        moe_intermediate=32,
+        max_len=512,
     )
     speak_chatml(model)
     generation = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
@@ -95,10 +102,11 @@ def main() -> None:
     parser.add_argument("what", choices=("deepmath", "smoke"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", default=DEEPMATH, help="parquet or JSON lines instead of the hub's data set")
+    parser.add_argument("--layers", type=int, default=2, help="of the tiny model")
     parser.add_argument("--limit", type=int, help="take only so many questions")
     arguments = parser.parse_args()
     if arguments.what == "smoke":
-        smoke(arguments.folder)
+        smoke(arguments.folder, arguments.layers)
     else:
         deepmath(arguments.folder, arguments.source, arguments.limit)
 

@@ -22,7 +22,8 @@ if [ "${DEVICE:-cpu}" = cpu ]; then
   export GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1
   # Ray is told of two GPUs, which verl places its workers by.
   device=(+ray_kwargs.ray_init.num_gpus=2 actor_rollout_ref.rollout.dtype=float32
-          actor_rollout_ref.actor.fsdp_config.dtype=float32)
+          actor_rollout_ref.actor.fsdp_config.dtype=float32
+          "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32}")
 else
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
   device=(actor_rollout_ref.rollout.dtype=bfloat16)

@@ -83,10 +83,17 @@ def _stack(axes: Any, curves: list[Curve]) -> None:
     for number, curve in enumerate(curves):
         x = [str(label) for label in curve.x]
         places, below = [labels.index(label) for label in x], [bottom[label] for label in x]
-        axes.bar(places, curve.y, 0.7, below, label=curve.name, color=f"C{number}" if number < 10 else "0.3")
+        axes.bar(places, curve.y, 0.7, below, label=curve.name, color=_colour(curve.name, number))
         for label, y in zip(x, curve.y, strict=True):
             bottom[label] += y
     axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
+
+
+def _colour(name: str, number: int) -> str:
+    """Light grey for what is drawn under the bars without being a part of what they stand for."""
+    if "before the pause" in name:
+        return "0.85"
+    return f"C{number}" if number < 10 else "0.3"
 
 
 def _bars(axes: Any, curves: list[Curve]) -> None:

@@ -52,19 +52,22 @@ def ray_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("verl")
-    command = [sys.executable, "examples/verl/prepare.py", "smoke", str(folder)]
+    return prepare(tmp_path_factory.mktemp("verl"))
+
+
+def prepare(folder: Path, layers: int = 2) -> Path:
+    command = [sys.executable, "examples/verl/prepare.py", "smoke", str(folder), "--layers", str(layers)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return folder
 
 
-def train(data: Path, ray_folder: Path, tmp_path: Path, *settings: str) -> Run:
+def train(data: Path, ray_folder: Path, tmp_path: Path, *settings: str, **variables: str) -> Run:
     """The smoke test as users run it, with some settings changed."""
     calls = tmp_path / "calls.jsonl"
     command = ["bash", "examples/verl/smoke.sh", str(data), f"+{OURS}.calls={calls}", *settings]
     command += [f"+ray_kwargs.ray_init._temp_dir={ray_folder}"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VERL_"))}
-    environment["PYTHON"] = sys.executable
+    environment |= variables | {"PYTHON": sys.executable}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -97,17 +100,18 @@ def check_weights(run: Run) -> None:
 def check_metrics(run: Run, threshold: int = 6, *, counts: bool = True, ahead: bool = False) -> None:
     """Rollout and actor agree, and every step had a burst, a switch and a tail.
 
-    Where batches are drawn `ahead`, a training step may find all of its own there already: then one must have had them.
+    Where batches are drawn `ahead`, verl takes the weights away in the middle of a step, and a training step may find
+    all of its own samples there already: then one step must have had all three.
     """
     assert sorted(run.steps) == list(range(1, STEPS + 1)), run.output[-3000:]
     for metrics in run.steps.values():
         assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.98
         assert metrics["actor/grad_norm"] > 0
     drawing = [metrics for metrics in run.steps.values() if "timing_s/gen/burst" in metrics]
-    assert len(drawing) >= (1 if ahead else STEPS)
-    for metrics in drawing:
+    switched = [metrics for metrics in drawing if all(metrics[f"timing_s/gen/{part}"] > 0 for part in PARTS)]
+    assert len(switched) >= (1 if ahead else STEPS), drawing
+    for metrics in switched:
         parts = [metrics[f"timing_s/gen/{part}"] for part in PARTS]
-        assert min(parts) > 0
         if counts:
             assert metrics["moebius/switches"] >= 1
             assert 0 < metrics["moebius/live_at_switch"] <= threshold
@@ -139,16 +143,16 @@ def test_sync_with_validation(data: Path, ray_folder: Path, tmp_path: Path) -> N
     assert "val-core" in run.output
 
 
-def test_colocate_async_with_partial_rollouts(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+def test_colocate_async_with_partial_rollouts(ray_folder: Path, tmp_path: Path) -> None:
     """Long samples, three batches ahead: something runs at the end of each step, is cut off and goes on in the next."""
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
+    folder = prepare(tmp_path / "data", layers=12)  # slow enough for verl, which looks every two seconds
     generation = folder / "model" / "generation_config.json"
     generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": [2, 300, 301]}))
     run = train(
         folder, ray_folder, tmp_path,
         "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=3",
         "data.max_response_length=400", "actor_rollout_ref.actor.optim.lr=1e-4", f"{OURS}.policy.threshold=30",
+        f"{OURS}.engine.kv_cache_bytes=268435456",
     )  # fmt: skip
     check_metrics(run, threshold=30, ahead=True)
     check_weights(run)
@@ -160,12 +164,13 @@ def test_colocate_async_with_partial_rollouts(data: Path, ray_folder: Path, tmp_
     for cut, update in zip(positions(names, "abort_all_requests"), positions(names, "update_weights")[1:], strict=True):
         assert names[:cut].count("generate") <= names[:update].count("generated")
     aborted = [call for call in run.named("generated") if call["stop"] == "aborted"]
-    assert len(aborted) > STEPS
+    assert aborted
     assert sum(call["tokens"] for call in aborted) > 0
-    assert {0, 1} <= {call["global_steps"] for call in aborted}
-    # They were asked for again with what they had, and make trajectories of several versions.
-    assert max(call["prompt"] for call in run.named("generate")) > 64
-    assert run.steps[STEPS]["training/off_policy/trajectory_spans/max"] >= 2
+    # They were asked for again, with the tokens they had behind the prompt, and went on under the next weights.
+    first_update = positions(names, "updated")[1]
+    again = [call for call in run.calls[first_update:] if call["call"] == "generate" and call["prompt"] > 64]
+    assert again
+    assert {call["global_steps"] for call in run.calls[first_update:] if call["call"] == "generated"} & {1, 2}
 
 
 def test_v0_trainer_with_two_turns(data: Path, ray_folder: Path, tmp_path: Path) -> None:
@@ -183,6 +188,27 @@ def test_v0_trainer_with_two_turns(data: Path, ray_folder: Path, tmp_path: Path)
     assert run.order("received", "generated") == ["launch", "sleep", *UPDATE, *step * STEPS]
     assert all(call["multi_turn"] for call in run.named("begin_step"))
     assert len(run.named("generated")) == 2 * PROMPTS * N * STEPS
+
+
+def test_separate_async(data: Path, ray_folder: Path, tmp_path: Path) -> None:
+    """Rollouts on devices of their own; weights come through a checkpoint engine, and the group never sleeps whole."""
+    rollout = "actor_rollout_ref.rollout"
+    run = train(
+        data, ray_folder, tmp_path,
+        "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1",
+        "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=2",
+        f"{rollout}.checkpoint_engine.backend=store",
+        f"{rollout}.checkpoint_engine.custom_backend_module=tests.integration.verl_store",
+        f"+{OURS}.policy.kind=interactive", f"+{OURS}.policy.cooldown_s=0.1", f"+{OURS}.policy.window=2",
+        "actor_rollout_ref.actor.optim.lr=1e-4", "ray_kwargs.ray_init.num_gpus=4",
+        VERL_LOGGING_LEVEL="WARNING",  # without hybrid replicas verl 0.9.1 fails where it logs that
+    )  # fmt: skip
+    assert sorted(run.steps) == list(range(1, STEPS + 1)), run.output[-3000:]
+    assert all(metrics["training/rollout_actor_probs_pearson_corr"] > 0.98 for metrics in run.steps.values())
+    check_weights(run)
+    update = ["update_weights", "updated", "clear_kv_cache", "set_global_steps", "resume_kv_cache", "resume_generation"]
+    control = run.order("received", "generated", "generate")
+    assert control == ["launch", *["abort_all_requests", "release_kv_cache", *update] * (STEPS + 1)]
 
 
 def positions(names: list[str], wanted: str) -> list[int]:

@@ -122,3 +122,9 @@ def test_a_shard_named_by_the_index_is_missing(folder):
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(BadInput, match="no 'weight_map'"):
         check(folder)
+
+
+def test_the_absent_model_of_the_demo_is_told_how_to_make(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="runs/demo/model: no such folder; `make demo` makes"):
+        check("runs/demo/model")

@@ -9,6 +9,7 @@ import re
 import time
 from html import unescape
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -28,7 +29,8 @@ from moebius.rollout.report_html import hindsight, page
 from moebius.rollout.report_lifelines import lifelines, spans
 from moebius.rollout.report_picture import picture
 from moebius.rollout.report_run import crossover, medians
-from moebius.rollout.report_types import DecisionEntry, SampleTimes, StepReport
+from moebius.rollout.report_step import trailing_rates
+from moebius.rollout.report_types import DecisionEntry, SampleTimes, StepReport, TimelinePoint
 from moebius.rollout.svg import LEFT, RIGHT, TOP, WIDTH, ticks
 from tests.unit.reports import step_report
 from tests.unit.test_report import report
@@ -385,3 +387,15 @@ def test_the_command_prints_and_refuses(run: Path) -> None:
     assert missing.exit_code == 2 and "cannot be read" in missing.stderr
     both = CliRunner().invoke(app, ["report", str(run), str(run), "--costs", "x"])
     assert both.exit_code == 2 and "give one folder" in both.stderr
+
+
+def test_rates_of_tokens_are_taken_over_a_window_of_one_layout() -> None:
+    def point(t: float, layout: Any, tokens: int, ms: float) -> TimelinePoint:
+        return TimelinePoint(t=t, layout=layout, live=1, tokens=tokens, iteration_ms=ms, iterations=1)
+
+    series = [
+        point(0.1, "EP", 10, 100), point(0.2, "EP", 20, 100), point(0.201, "EP", 20, 1), point(0.4, "TP", 5, 50),
+        point(0.4, "TP", 1, 0),
+    ]  # fmt: skip
+    assert trailing_rates(series, 0.1) == pytest.approx([100, 200, 40 / 0.101, 100, 120])
+    assert trailing_rates([point(0.1, "TP", 3, 0)], 0.1) == [0]

@@ -201,6 +201,9 @@ def test_the_published_results_hold_what_is_said_of_them() -> None:
     assert len(rows) == 9 and numbers["requests"] == 2048
     assert numbers["predictive_vs_fixed_worst_pct"] > -1 and numbers["predictive_vs_fixed_mean_pct"] > -0.01
     assert numbers["predictive_vs_oracle_pct"] <= numbers["predictive_vs_oracle_worst_pct"] < 3
+    assert numbers["sim_error_median_pct"] <= numbers["sim_error_pct"] < 10
+    cpu = written["series"]["cpu"]["steps"]
+    assert max(abs(step["error_pct"]) for step in cpu) == numbers["sim_error_pct"]
     assert any("extrapolated" in note for note in written["notes"])
     traces = [Trace(tuple(deepmath_like(2048, seed=seed)), 120, 32768) for seed in range(2)]
     for found, row in zip(compare(traces, published(), int(numbers["threshold"])), rows, strict=False):
