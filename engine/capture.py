@@ -17,7 +17,27 @@ def capture_sizes(layout: Layout, config: EngineConfig) -> list[int]:
     more than its threshold, else `max_num_seqs`. The steps are vLLM's (`VllmConfig._set_cudagraph_sizes`): 1, 2, 4,
     multiples of 8 below 256, of 16 from there. The largest size is the limit itself if that lies between two steps and
     no request beyond it can run (vLLM drops decode sizes above max_num_seqs), else the step above it.
+
+    With drafts of at most d tokens vLLM wants multiples of 1 + d: TP gets the same batches with all their drafts, and
+    those without drafts rounded up.
     """
+    sizes = _sizes(layout, config)
+    if layout is Layout.TP and config.tail.on:
+        each = 1 + config.tail.drafted
+        most = max(tp_batched_tokens(config) or each * sizes[-1], each)
+        sizes = [*(each * size for size in sizes), *(-(-size // each) * each for size in sizes)]
+        sizes = [size for size in sizes if size <= most] or [each]
+    return sorted(set(sizes))
+
+
+def tp_batched_tokens(config: EngineConfig) -> int | None:
+    """Tokens of one iteration in TP: never fewer than all samples with all their drafts. None: vLLM's choice."""
+    if not config.tail.on or config.max_num_batched_tokens is None:
+        return config.max_num_batched_tokens
+    return max(config.max_num_batched_tokens, (1 + config.tail.drafted) * config.max_num_seqs)
+
+
+def _sizes(layout: Layout, config: EngineConfig) -> list[int]:
     cap = min(config.max_num_batched_tokens or config.max_num_seqs, config.max_capture_size or config.max_num_seqs)
     if config.capture_sizes is not None:
         return sorted(set(config.capture_sizes))

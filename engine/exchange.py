@@ -47,6 +47,7 @@ class Counts:
     failed: bool  # a function given to the step has raised an error on a rank
     seconds: float  # rank 0's clock, since the step began
     lengths: list[int]  # see `length_news`; empty where the policy does not learn lengths
+    ready: int = 0  # ranks that could draft from now on; see `tail_drafts`
 
 
 class Exchange:
@@ -65,6 +66,7 @@ class Exchange:
         taken: Taken,
         failed: bool,
         lengths: list[int],
+        ready: int | None = None,
     ) -> None:
         self.last, self.news = last, news
         self._known = known if layout is Layout.TP else None  # TP cores have all ranks' requests
@@ -74,7 +76,9 @@ class Exchange:
         is_open = taken.is_open or bool(news.arrivals)
         flags = [has_news, is_open, taken.is_filling, taken.is_parking, failed, known < live]
         self._head = 3 + len(flags)
-        self._sums = torch.tensor([live, tokens, clock, *flags, *lengths], dtype=torch.int64)
+        self._drafts = ready is not None  # only where TP has drafts, hence on all ranks or none
+        more = [*lengths, ready] if ready is not None else lengths
+        self._sums = torch.tensor([live, tokens, clock, *flags, *more], dtype=torch.int64)
         # What dist.all_reduce(async_op=True) comes to, without a third of its time, which every iteration pays.
         self._work = group.allreduce([self._sums])
 
@@ -86,6 +90,8 @@ class Exchange:
         if lost or (self._known is not None and self._known < live):
             raise LostRequest("a core does not know all of its unfinished requests: they would never end")
         news, is_open, is_filling, is_parking, failed = (bool(flag) for flag in flags)
+        ready = sums.pop() if self._drafts else 0
+        seconds, lengths = clock / 1e6, sums[self._head :]
         return Counts(
-            live, tokens, news, is_open, is_filling, is_parking, failed, seconds=clock / 1e6, lengths=sums[self._head :]
+            live, tokens, news, is_open, is_filling, is_parking, failed, seconds=seconds, lengths=lengths, ready=ready
         )

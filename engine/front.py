@@ -8,18 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.request import Request
 
 from moebius.engine.inbox import AbortBox
 from moebius.engine.length_news import LengthNews
+from moebius.engine.outputs import single_tokens
 from moebius.engine.sampler import SEED_FIELD
 from moebius.engine.types import SampleKey, SamplePiece, SampleRequest, SampleResult
+
+if TYPE_CHECKING:
+    from moebius.engine.tail_drafts import TailDrafts
 
 Runs = list[tuple[int, int]]  # policy versions, and how many tokens were sampled under each, in order
 
@@ -51,8 +55,8 @@ class ParkedSample:
 class RequestFront:
     """The requests this rank answers for. `front` is vLLM's LLMEngine, used for input and output processing only."""
 
-    def __init__(self, front: Any, rank: int, policy_version: int) -> None:
-        self.rank, self.policy_version = rank, policy_version
+    def __init__(self, front: Any, rank: int, policy_version: int, drafts: TailDrafts | None = None) -> None:
+        self.rank, self.policy_version, self._drafts = rank, policy_version, drafts
         self.results: list[SampleResult] = []
         self.pieces: list[SamplePiece] = []  # of streamed samples
         self._sent: dict[str, tuple[int, int]] = {}  # tokens and characters that were streamed
@@ -143,6 +147,9 @@ class RequestFront:
         """
         own = [output for output in outputs.outputs if output.request_id in self._keys]
         tokens = sum(len(output.new_token_ids) for output in own)
+        told: dict[str, int] = {}  # tokens that are known of requests whose new ones are looked at one by one
+        if self._drafts is not None:
+            own = [part for output in own for part in self._one_by_one(output, told)]
         now = time.perf_counter() - self._started
         if len(self._first) < len(self._keys):  # else nobody waits for a first token
             for output in own:
@@ -151,13 +158,27 @@ class RequestFront:
         processed = self._front.output_processor.process_outputs(own, engine_core_timestamp=outputs.timestamp)
         finished = set(processed.reqs_to_abort) | {o.request_id for o in own if o.finish_reason is not None}
         # Not told apart by their names, which are made of keys; vLLM keeps the order.
-        ended = [output.request_id for output in own if output.request_id in finished]
+        ended = dict.fromkeys(output.request_id for output in own if output.request_id in finished)
         for request_id, result in zip(ended, processed.request_outputs, strict=True):
+            if request_id in told:
+                tokens -= told[request_id] - len(result.outputs[0].token_ids)  # what came behind a stop string
             self._end(request_id, result)
-        for request_id in (output.request_id for output in own if output.request_id in self._keys):
+        for request_id in dict.fromkeys(output.request_id for output in own if output.request_id in self._keys):
             if self._asked[request_id].stream:
                 self._stream(request_id)
         return tokens, list(processed.reqs_to_abort)
+
+    def _one_by_one(self, output: EngineCoreOutput, told: dict[str, int]) -> list[EngineCoreOutput]:
+        """An output of several tokens as one of each, where stop strings are looked for.
+
+        vLLM looks for them once per output and keeps the tokens behind one. After the part that has the stop string it
+        ignores the others.
+        """
+        if len(output.new_token_ids) < 2 or not self._asked[output.request_id].sampling.get("stop"):
+            return [output]
+        state = self._front.output_processor.request_states[output.request_id]
+        told[output.request_id] = state.detokenizer.num_output_tokens() + len(output.new_token_ids)
+        return single_tokens(output)
 
     def _stream(self, request_id: str) -> None:
         """Put aside what is new of a streamed sample."""
@@ -301,8 +322,11 @@ class RequestFront:
     def _end(self, request_id: str, output: Any) -> None:
         runs = self._runs_of(request_id, len(output.outputs[0].token_ids))
         arrived, first = self._arrived.get(request_id, 0.0), self._first.get(request_id, 0.0)
-        result = self._result(self._forget(request_id), output, runs)
+        asked = self._forget(request_id)
+        result = self._result(asked, output, runs)
         result.arrived_s, result.first_s = arrived, first
+        if self._drafts is not None:
+            self._drafts.note(request_id, asked.prompt_token_ids, result)
         if self.news is not None:
             self.news.ended(result.key, len(result.token_ids), cut=result.finish_reason == "abort")
         self._add(result)

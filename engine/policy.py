@@ -111,6 +111,7 @@ class SwitchPolicy:
         self.config = config
         file = config.costs_file
         self.costs = costs if costs is not None or file is None else CostModel.load(file)
+        self.tail_speed = 1.0  # of TP with drafts against the costs; the same on all ranks
         self.lengths = LengthEstimator()
         self.forecaster: Forecaster | None = None  # stands in for `lengths`, in experiments
         self.log: list[LoggedDecision] = []  # of this step: every change of mind, every wish to switch
@@ -312,7 +313,10 @@ class SwitchPolicy:
             context=float(inputs["context"]),
             horizon=max(1, cap - int(self.lengths.age)),
             balanced=False,
+            tail_speed=self.tail_speed,
         )
+        if self.tail_speed != 1.0:
+            inputs["tail_speed"] = self.tail_speed
         inputs |= {
             "stay_ms": found.stay_ms,
             "now_ms": found.now_ms,

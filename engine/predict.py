@@ -53,7 +53,15 @@ def offset_grid(horizon: int) -> Array:
     return np.asarray(offsets, dtype=np.float64)
 
 
-def outlook(costs: CostModel, lengths: Forecaster, *, context: float, horizon: int, balanced: bool = False) -> Outlook:
+def outlook(
+    costs: CostModel,
+    lengths: Forecaster,
+    *,
+    context: float,
+    horizon: int,
+    balanced: bool = False,
+    tail_speed: float = 1.0,
+) -> Outlook:
     """What staying in EP, switching now and switching later are expected to take.
 
     Args:
@@ -61,6 +69,7 @@ def outlook(costs: CostModel, lengths: Forecaster, *, context: float, horizon: i
         context: mean tokens (prompt and output) they hold now.
         horizon: most iterations that can follow.
         balanced: whether EP ranks hold equal shares always; else they are spread by chance.
+        tail_speed: how many times as fast as by costs a sample gets its tokens in TP, as drafts make it.
     """
     ends = offset_grid(max(1, horizon))
     starts, width = ends[:-1], np.diff(ends)
@@ -70,7 +79,7 @@ def outlook(costs: CostModel, lengths: Forecaster, *, context: float, horizon: i
     at = context + (starts + ends[1:] - 1) / 2
     fullest = None if balanced else costs.fullest(live)
     ep = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.EP, live, at, fullest))])
-    tp = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.TP, live, at))])
+    tp = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.TP, live, at) / tail_speed)])
     running, chance = seen.live[: len(ends)], seen.any[: len(ends)]
     switch = chance * costs.switch_ms(Layout.TP, running, running * (context + ends))
     total = ep + switch + (tp[-1] - tp)  # by the moment of the switch

@@ -84,16 +84,16 @@ def pages_of(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-def kv_demand(runtime: Runtime, among: set[str] | None = None) -> tuple[int, int]:
+def kv_demand(runtime: Runtime, among: set[str] | None = None, *, drafted: int = 0) -> tuple[int, int]:
     """What the requests of `runtime` (or those in `among`) that have KV ask of a target: (pages, requests).
 
-    Pages for all their present tokens and the next one, since vLLM schedules a waiting request only if all of it fits;
-    nothing shared, since prefix sharing does not survive the move.
+    Pages for all their present tokens, the next one and `drafted` more, since vLLM schedules a waiting request only if
+    all of it fits; nothing shared, since prefix sharing does not survive the move.
     """
     size = runtime.page_size
     requests = runtime.scheduler.requests
     holders = [r for i, r in requests.items() if r.num_computed_tokens and (among is None or i in among)]
-    return sum(pages_of(r.num_tokens + 1, size) for r in holders), len(holders)
+    return sum(pages_of(r.num_tokens + 1 + drafted, size) for r in holders), len(holders)
 
 
 def release_stuck(runtime: Runtime) -> bool:

@@ -15,9 +15,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from moebius.engine import cpu_support, sampler, vllm_patches
+from moebius.engine import cpu_support, sampler, speculation, vllm_patches
 from moebius.engine.backing import make_backing
-from moebius.engine.capture import capture_sizes
+from moebius.engine.capture import capture_sizes, tp_batched_tokens
 from moebius.engine.config import EngineConfig
 from moebius.engine.families import warn_if_unchecked
 from moebius.engine.layout import Layout, ModelShape, ShardMap
@@ -98,6 +98,7 @@ class RuntimePair:
         with self.clock.runtime(Layout.TP), vllm_patches.binding(self.buffer, Layout.TP, embeddings) as bound:
             core = EngineCore(tp_config, Executor.get_class(tp_config), log_stats=False)
         self.tp = _finish(Layout.TP, core, bound)
+        self.drafter = speculation.install(self.tp.runner, self.tp.scheduler, config.tail)
         for name in PARALLEL_GROUPS:
             setattr(parallel_state, name, None)
         with self.clock.runtime(Layout.EP), vllm_patches.binding(self.buffer, Layout.EP, embeddings) as bound:
@@ -165,6 +166,18 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         else {"tensor_parallel_size": world_size}
     )
     cuda = torch.cuda.is_available()
+    drafts = layout is Layout.TP and config.tail.on
+    # vLLM schedules ahead only with drafters that run on the device.
+    asynchronous = config.async_scheduling and not drafts
+    if drafts:
+        layout_args["speculative_config"] = {
+            "method": "custom_class",
+            "model": speculation.DRAFTER,
+            "num_speculative_tokens": config.tail.drafted,
+        }
+        if cuda and not config.enforce_eager:
+            # One graph for any lengths of drafts; vLLM's other graphs are for batches of one length only.
+            layout_args["compilation_config"] = {"cudagraph_mode": "FULL"}
     arguments = EngineArgs(
         model=config.model,
         dtype=config.dtype,
@@ -172,7 +185,7 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         skip_tokenizer_init=not has_tokenizer,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens if layout is Layout.EP else tp_batched_tokens(config),
         hf_overrides=config.hf_overrides,
         cudagraph_capture_sizes=capture_sizes(layout, config) if cuda and not config.enforce_eager else None,
         block_size=config.block_size,
@@ -185,15 +198,17 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         seed=config.seed,
         logprobs_mode=config.logprobs_mode,
         disable_log_stats=True,
-        async_scheduling=config.async_scheduling and cuda,
+        async_scheduling=asynchronous and cuda,
         disable_custom_all_reduce=not config.custom_all_reduce,
         distributed_executor_backend="external_launcher",
+        distributed_timeout_seconds=config.collective_timeout_s,
+        cpu_distributed_timeout_seconds=config.collective_timeout_s,
         **({"moe_backend": "triton", "gpu_memory_utilization": 0.02} if cuda else {}),
         **layout_args,
     )
     vllm_config = arguments.create_engine_config()
     # vLLM's CPU platform turns it off as not worth while; here it is wanted so that one code path serves both.
-    vllm_config.scheduler_config.async_scheduling = config.async_scheduling
+    vllm_config.scheduler_config.async_scheduling = asynchronous
     return vllm_config
 
 

@@ -7,6 +7,8 @@ not matter and a rerun repeats. Replaces vLLM's per-request torch generators, wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +39,7 @@ class CounterSampler(nn.Module):
         self.logprobs_mode = logprobs_mode
         self._rows_of: object = None  # the SamplingMetadata that `_seeds` were read for
         self._seeds = torch.empty(0, dtype=torch.int64)
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None  # requests and positions, where drafts are verified
 
     def forward(
         self,
@@ -50,9 +53,23 @@ class CounterSampler(nn.Module):
             raise ValueError("per-request torch generators are not used here: pass the seed in extra_args instead")
         logits = apply_top_k_top_p(logits, k, p)
         kept = logits.log_softmax(dim=-1, dtype=torch.float32) if self.logprobs_mode == "processed_logprobs" else None
-        # seq_lens counts the tokens up to and including this iteration: the position of the token drawn now.
-        positions = self.runner.seq_lens[: logits.shape[0]]
-        return gumbel_argmax(logits, self._row_seeds(logits.device), positions), kept
+        seeds = self._row_seeds(logits.device)
+        if self._rows is None:
+            # seq_lens counts the tokens up to and including this iteration: the position of the token drawn now.
+            positions = self.runner.seq_lens[: logits.shape[0]]
+        else:
+            requests, positions = self._rows
+            seeds = seeds[requests]
+        return gumbel_argmax(logits, seeds, positions), kept
+
+    @contextmanager
+    def rows(self, requests: torch.Tensor, positions: torch.Tensor) -> Iterator[None]:
+        """Inside the block, row i of the logits is of the batch's row requests[i], at token positions[i]."""
+        self._rows = (requests, positions)
+        try:
+            yield
+        finally:
+            self._rows = None
 
     def forget_rows(self) -> None:
         """Request ids may come back in another step with other seeds."""

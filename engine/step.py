@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from vllm.v1.engine import EngineCoreRequest
 
+from moebius.engine import phases
 from moebius.engine.admission import admit
 from moebius.engine.exchange import Exchange, News, Pass
 from moebius.engine.front import ParkedSample, RequestFront
@@ -73,7 +74,8 @@ class Step:
         self.pair, self.switcher, self.policy, self.profiler = pair, switcher, policy, profiler
         self.inbox, self.aborts, self.group = inbox, aborts, group
         self.stats, self.on_iteration, self.on_results = stats, on_iteration, on_results
-        self.front = RequestFront(pair.front, stats.rank, policy_version)
+        self.drafts = switcher.drafts  # None: TP has none
+        self.front = RequestFront(pair.front, stats.rank, policy_version, self.drafts)
         self.parked = parked or []  # on this rank: of earlier steps, and after `run` those of this one
         self._keep_pages = keep_pages  # of what is parked
         self._parking = False  # by the last exchange
@@ -82,7 +84,7 @@ class Step:
         self._told = Lengths()  # since the policy's last decision, by all ranks; empty if it does not learn lengths
         self._unseen_tokens = 0  # sampled over all ranks since the policy's last decision
         self._seconds = 0.0  # since the step began, by rank 0's clock
-        self._expects_tp = False
+        self._expects_tp = self._prefilling = False
         self._prepare_from = 0
         # By the last exchange: whether any rank may still get requests, and whether they belong to the burst.
         self._open = self._filling = False
@@ -95,6 +97,7 @@ class Step:
             RequestRefused: a request is not valid; nothing was started.
             PolicyRefused: the policy cannot decide as it is set; nothing was started.
         """
+        phases.enter(phases.ADMISSION)
         admitted = admit(
             self.front,
             self.group,
@@ -113,6 +116,8 @@ class Step:
         for request in admitted.prepared:
             self._give_to_core(request)
         self.front.is_running = True
+        if self.drafts is not None and self.pair.layout is Layout.TP:
+            self.drafts.begin_in(self.pair.tp)
         if self.policy.learns_lengths:
             self.front.news = LengthNews(self.stats.rank, dist.get_world_size(self.group))
 
@@ -217,6 +222,7 @@ class Step:
         """End the step on all ranks with what is unfinished kept by the rank whose front has it."""
         self.switcher.clean_up()
         self._quiesce(exchange, PhaseTimer())
+        self.switcher.drop_drafts()
         keep = self._keep_pages
         if keep and self.pair.layout is Layout.TP:
             keep = self._bring_back(iteration)  # only the EP pools hold pages between steps
@@ -315,6 +321,7 @@ class Step:
             taken=taken,
             failed=self.failure is not None,
             lengths=self.front.news.numbers() if self.front.news else [],
+            ready=self.drafts.ready if self.drafts is not None else None,
         )
 
     def _settle(self, exchange: Exchange) -> int:
@@ -336,6 +343,8 @@ class Step:
         live, self._open, self._filling, self._seconds = counts.live, counts.is_open, counts.is_filling, counts.seconds
         self._unseen_tokens += counts.tokens
         self._parking = counts.is_parking
+        if self.drafts is not None and counts.ready == dist.get_world_size(self.group):
+            self.drafts.adopt()
         if counts.lengths:
             self._told.add(read(counts.lengths))
         if counts.failed and self.failure is None:
@@ -364,6 +373,8 @@ class Step:
         With asynchronous scheduling the tokens are those of the pass before: the one launched here is still running.
         """
         core = self.pair.active.core
+        self._prefilling = _prefills(core.scheduler, self._prefilling)
+        phases.enter(phases.PREFILL if self._prefilling else phases.decode(self.pair.layout.value))
         if self.pair.layout is Layout.EP and not core.scheduler.has_requests():
             # The peers' expert layers are collectives: a rank without requests takes part with a dummy batch.
             core.execute_dummy_batch()
@@ -391,7 +402,7 @@ class Step:
 
     def _try_switch(self, to: Layout, iteration: int, exchange: Exchange | None) -> int:
         """Switch if the requests fit; returns how many samples are unfinished."""
-        timer = PhaseTimer()
+        timer = PhaseTimer(to.value)
         live = self._quiesce(exchange, timer)
         if live == 0:
             return live  # the next turn of the loop ends the step
@@ -436,3 +447,8 @@ class Step:
         if self.on_iteration and tokens:
             self._call(self.on_iteration, self.front.finished, live, self.pair.layout.value, tokens)
         return live
+
+
+def _prefills(scheduler: Any, before: bool) -> bool:
+    """Whether the next pass computes prompts. Nothing new does unless it has waited, or did so the time before."""
+    return bool(scheduler.waiting) or (before and any(request.is_prefill_chunk for request in scheduler.running))

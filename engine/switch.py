@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from vllm.v1.request import Request
 
+from moebius.engine import phases
 from moebius.engine.front import RequestFront
 from moebius.engine.layout import Layout, place
 from moebius.engine.requests import (
@@ -39,7 +40,9 @@ from moebius.engine.requests import (
     snapshot_requests,
 )
 from moebius.engine.runtime import Runtime, RuntimePair
+from moebius.engine.speculation import drop_drafts
 from moebius.engine.staging import Staging
+from moebius.engine.tail_drafts import TailDrafts
 from moebius.engine.types import SwitchRecord
 from moebius.kernels.collective import Mover, PagePairs
 from moebius.kernels.plan import kv_head_ranges
@@ -54,8 +57,9 @@ class PhaseTimer:
 
     BEFORE = frozenset({"drain"})
 
-    def __init__(self) -> None:
+    def __init__(self, to: str = "EP") -> None:
         self.ms: dict[str, float] = {}
+        self._to = to  # the layout, for whoever watches
 
     @property
     def pause_ms(self) -> float:
@@ -64,6 +68,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        phases.enter(phases.switch(self._to, name))
         started = time.perf_counter()
         try:
             with torch.profiler.record_function(f"switch: {name}"):
@@ -147,6 +152,7 @@ class Switcher:
         self.world_size, self.rank = dist.get_world_size(cpu_group), dist.get_rank(cpu_group)
         self.experts_in = Layout.EP  # where the expert bytes stand, whichever runtime is active
         self._left: tuple[Runtime, list[Request]] | None = None  # a runtime that was left, whose pages are still held
+        self.drafts: TailDrafts | None = None  # set where TP has drafts
         self.owners: dict[str, int] = {}  # in TP: the rank whose front has the request; the same on every rank
 
     def clean_up(self) -> None:
@@ -163,6 +169,12 @@ class Switcher:
         if not reset_prefix_cache(runtime):
             raise SwitchError(f"pages of the {runtime.layout.value} runtime are in use after it was left")
 
+    def drop_drafts(self) -> None:
+        """TP's requests are about to leave it: without the drafts that were to be verified next."""
+        if self.drafts is not None:
+            drop_drafts(self.pair.tp.scheduler)
+            self.drafts.end()
+
     # ---- EP -> TP ---------------------------------------------------------------------------------------------------
 
     def fits_tp(self) -> Fit:
@@ -173,7 +185,8 @@ class Switcher:
         source, target = self.pair.ep, self.pair.tp
         used = 1.0 - (source.free_pages + self.staging.withdrawn) / source.usable_pages
         problem = _in_flight(source)
-        mine = torch.tensor([*kv_demand(source), used, problem is not None], dtype=torch.float64)
+        demand = kv_demand(source, drafted=target.core.vllm_config.num_speculative_tokens)
+        mine = torch.tensor([*demand, used, problem is not None], dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine, group=self.cpu_group)
         by_rank = torch.stack(parts)
@@ -202,6 +215,9 @@ class Switcher:
                 kv_bytes = self._kv_to_tp(placement)
             with timer.phase("wait"):
                 self.mover.finish()
+        if self.drafts is not None:
+            with timer.phase("activate"):
+                self.drafts.begin_with(batches)
         counts, tokens = [len(batch) for batch in batches], sum(int(batch.computed.sum()) for batch in batches)
         record = self._activate(fit, timer, clock, iteration, t, counts, tokens, (sent, kv_bytes))
         record.prepared = prepared
@@ -244,6 +260,7 @@ class Switcher:
         """
         with timer.phase("quiesce"):
             self._synchronize()
+            self.drop_drafts()
             check_at_rest(self.pair.tp)  # the schedulers of all ranks are alike
         clock = DeviceClock()
         with _all_or_nothing(Layout.EP):

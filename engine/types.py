@@ -49,6 +49,8 @@ class SampleResult:
     ended_iteration: int = -1  # of the step; -1: not recorded
     # Policy version and how many tokens were sampled under it, in the order of the tokens.
     versions: list[tuple[int, int]] = field(default_factory=list)
+    drafted: int = 0  # tokens of drafts that were verified for it in this step, and how many of them were right
+    accepted: int = 0
     # [tokens, layers, experts per token], small unsigned ints: of the prompt and all output tokens but the last, which
     # no forward pass has seen. Only with `routed_experts` in the engine's settings.
     routed_experts: Any = None
@@ -124,6 +126,21 @@ class PolicyDecision:
 
 
 @dataclass(slots=True)
+class DraftStats:
+    """What speculative decoding in TP came to in one step; the same on all ranks."""
+
+    mode: str  # ngram | suffix | siblings
+    verified: list[int]  # by position in a draft: tokens verified there behind accepted ones only
+    accepted: list[int]  # and were right
+    drafted: int  # verified tokens in all, also those behind a wrong one
+    iterations: int  # in TP
+    with_drafts: int  # of them with a draft
+    tokens: int  # sampled in TP
+    rows: int  # requests that got tokens, summed over the iterations: tokens / rows per request and iteration
+    plain_s: float | None = None  # what the same tokens would have taken in TP without drafts, by costs; None: no costs
+
+
+@dataclass(slots=True)
 class StepStats:
     """What one rank measured in one step."""
 
@@ -139,6 +156,7 @@ class StepStats:
     cancelled: list[CancelledSwitch] = field(default_factory=list)
     prepared_at: list[int] = field(default_factory=list)  # iterations before which expert bytes began to be sent ahead
     decisions: list[PolicyDecision] = field(default_factory=list)  # the same on all ranks
+    drafts: DraftStats | None = None  # None: TP has no drafts
     admitted: int = 0  # requests this rank was given
     resumed: int = 0  # samples parked on this rank that the step went on with
     parked: int = 0  # samples on this rank that the step left unfinished

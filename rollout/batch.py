@@ -4,15 +4,15 @@ puts the results back in order."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moebius.engine.layout import distribute
-from moebius.engine.types import SampleKey, SampleRequest, SampleResult, StepOutcome
+from moebius.engine.types import SampleKey, SampleRequest, SampleResult
 from moebius.kernels.noise import derive_seed
 from moebius.rollout.errors import BadInput, IncompleteStep
-from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
+from moebius.rollout.types import LengthTrace, Sample, Sampling
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 _IMBALANCE = 1.1  # fullest rank over the mean, up to which whole prompts stay on one rank
@@ -142,28 +142,19 @@ def assign(requests: Sequence[SampleRequest], ranks: int) -> list[list[SampleReq
     return [[r for r, to in zip(requests, chosen, strict=True) if to == rank] for rank in range(ranks)]
 
 
-def collect(outcomes: Sequence[StepOutcome], prompt_ids: list[list[int]], n: int, step: int) -> list[Rollout]:
-    """Results in prompt and sample order. Raises IncompleteStep unless every sample is there exactly once."""
-    results = [result for outcome in outcomes for result in outcome.results]
+def check_complete(came: Iterable[SampleKey], expected: Iterable[SampleKey], step: int) -> None:
+    """Raise IncompleteStep unless every expected sample has come back exactly once, and no other has."""
     # Keys without the step, unless it is another one.
-    by_key = {tuple(r.key)[: 2 if r.key.step == step else 3]: r for r in results}
-    counts = Counter(tuple(r.key)[: 2 if r.key.step == step else 3] for r in results)
-    expected = {(p, s) for p in range(len(prompt_ids)) for s in range(n)}
+    counts = Counter(tuple(key)[: 2 if key.step == step else 3] for key in came)
+    wanted = {tuple(key)[: 2 if key.step == step else 3] for key in expected}
     faults: dict[str, list[tuple[int, ...]]] = {
-        "missing": sorted(expected - counts.keys()),
-        "not asked for": sorted(counts.keys() - expected),
+        "missing": sorted(wanted - counts.keys()),
+        "not asked for": sorted(counts.keys() - wanted),
         "double": sorted(key for key, count in counts.items() if count > 1),
     }
     if any(faults.values()):
         words = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in faults.items() if keys)
         raise IncompleteStep(f"step {step}, samples as (prompt, sample): {words}")
-    rollouts = []
-    for p, ids in enumerate(prompt_ids):
-        samples = []
-        for s in range(n):
-            samples.append(to_sample(by_key[(p, s)]))
-        rollouts.append(Rollout(p, ids, samples, step))
-    return rollouts
 
 
 def to_sample(r: SampleResult) -> Sample:

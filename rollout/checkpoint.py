@@ -38,7 +38,7 @@ def _folder(model: str) -> Path:
         return folder.resolve()
     if folder.exists():
         raise BadInput(f"engine.model={model}: a file, expected the folder that holds config.json")
-    is_id = model.count("/") == 1 and model[0] not in "./~"
+    is_id = model.count("/") == 1 and model[0] not in "./~" and not folder.parent.is_dir()
     if not is_id:
         demo = "; `make demo` makes the demo's model" if Path(model).parts[-2:] == ("demo", "model") else ""
         raise BadInput(f"engine.model={model}: no such folder{demo}")

@@ -143,18 +143,24 @@ def rollout(
     settings = load_config(config, [*(overrides or []), *chosen])
     questions = load_questions(prompts, limit)
     lengths = None if replay_lengths is None else LengthTrace.load(replay_lengths)
+    if lengths is not None and len(lengths.lengths) != len(questions) * n:
+        typer.echo(
+            f"note: {replay_lengths} holds the lengths of {len(lengths.lengths)} samples, this run has "
+            f"{len(questions) * n}: replay a trace with the prompts and --n that it was captured with"
+        )
 
-    from moebius.rollout.group import RolloutGroup
-    from moebius.rollout.output import RunFolder, StepProgress, step_line
+    from moebius.rollout.output import RunFolder, StepProgress, starting_line, step_line
     from moebius.rollout.report_startup import startup_line
+    from moebius.rollout.report_writers import open_writers
     from moebius.rollout.scoring import rewards_of, started
+    from moebius.rollout.start import start_group
 
     console = Console()
     run = RunFolder(out)
     for old in traces.glob("step_*_rank_*.json.gz"):
         old.unlink()
-    console.print(f"starting {settings.ranks} ranks with {settings.engine.model} ...", highlight=False, soft_wrap=True)
-    with started(scorer) as pool, RolloutGroup(settings) as group:
+    console.print(starting_line(settings), highlight=False, soft_wrap=True)
+    with started(scorer) as pool, open_writers(settings.report, run.path) as writers, start_group(settings) as group:
         if group.startup:
             console.print(startup_line(group.startup), highlight=False, soft_wrap=True)
         for step in range(steps):
@@ -168,6 +174,7 @@ def rollout(
                 )
             rewards, told = rewards_of(pool, rollouts, questions)
             done = run.add(group.last_report, rollouts, [question.answer for question in questions], rewards)
+            writers.write(done)
             console.print(step_line(done, told), highlight=False, soft_wrap=True)
             if capture_lengths is not None:
                 LengthTrace.from_report(done).save(capture_lengths)

@@ -3,6 +3,9 @@
 The protocol is that of the Moebius paper (arXiv:2606.26607, section 6.3 and figure 10): output lengths are captured in
 one run and replayed in the others, so all do the same work. A step is split where the live samples have fallen to the
 number at which the switching run left EP: before it lies the burst, after it the tail, in runs that never switch too.
+
+What a run is follows from its policy. A static TP step begins with a switch of nothing, before its first token, as its
+engine stood in EP; an engine that had no other layout would not have it, so it is left out of that step's time.
 """
 
 from __future__ import annotations
@@ -109,7 +112,8 @@ def compare(runs: Sequence[Run], threshold: int | None = None) -> Comparison:
         raise BadInput(f"the runs have no step in common ({listed})")
     steps = sorted(shared)
     kinds = [kind_of([run.reports[step] for step in steps]) for run in runs]
-    bars = [[_bar(run, kind, step, runs, threshold) for step in steps] for run, kind in zip(runs, kinds, strict=True)]
+    both = list(zip(runs, kinds, strict=True))
+    bars = [[_bar(run, kind, step, both, threshold) for step in steps] for run, kind in both]
     static = [own for own, kind in zip(bars, kinds, strict=True) if kind != "switching"]
     if static:
         best = [min(own[i].total_s for own in static) for i in range(len(steps))]
@@ -117,11 +121,23 @@ def compare(runs: Sequence[Run], threshold: int | None = None) -> Comparison:
             [_with_speedup(bar, best[i]) if kind == "switching" else bar for i, bar in enumerate(own)]
             for own, kind in zip(bars, kinds, strict=True)
         ]
-    return Comparison(list(runs), kinds, steps, bars, _warnings(runs, steps))
+    return Comparison(list(runs), kinds, steps, bars, _warnings(both, steps))
+
+
+def policy_of(report: StepReport) -> str | None:
+    """The kind of the step's switch policy; None where the report has no decision."""
+    return next((str(d.inputs["policy"]) for d in report.decisions if "policy" in d.inputs), None)
 
 
 def kind_of(reports: Sequence[StepReport]) -> Kind:
-    """Whether a run switched or stayed in a layout, by the iterations of its steps."""
+    """Whether a run stays in a layout by its policy; where reports have no decisions, by its steps' iterations."""
+    policies = {policy_of(report) for report in reports}
+    if policies == {"static_ep"}:
+        return "EP"
+    if policies == {"static_tp"}:
+        return "TP"
+    if policies - {None}:
+        return "switching"
     used = {layout for report in reports for layout in report.iteration_ms}
     if any(report.switches for report in reports) or len(used) > 1:
         return "switching"
@@ -140,16 +156,22 @@ def split_at(report: StepReport, live: int) -> float | None:
     return report.timeline[after].t if after < len(report.timeline) else report.durations_s.total
 
 
-def _bar(run: Run, kind: Kind, step: int, runs: Sequence[Run], threshold: int | None) -> Bar:
+def _bar(run: Run, kind: Kind, step: int, runs: Sequence[tuple[Run, Kind]], threshold: int | None) -> Bar:
     report = run.reports[step]
     total = report.durations_s.total
     burst, switch, live = total, 0.0, None
-    if report.switches:
-        first = report.switches[0]
-        burst, live = first.t, first.live
-        switch = min(sum(s.pause_ms for s in report.switches) / 1e3, total - burst)
-    elif (at := threshold if threshold is not None else _switched_at(runs, step)) is not None:
-        burst, live = split_at(report, at) or 0.0, at
+    if kind == "switching":
+        if report.switches:
+            first = report.switches[0]
+            burst, live = first.t, first.live
+            switch = min(sum(s.pause_ms for s in report.switches) / 1e3, total - burst)
+    else:
+        # Replicas begin side by side.
+        begin = max((s.pause_ms for s in report.switches if s.iteration == 0), default=0.0) / 1e3
+        burst = total = max(0.0, total - begin)
+        at = threshold if threshold is not None else _switched_at(runs, step)
+        if at is not None:
+            burst, live = max(0.0, (split_at(report, at) or 0.0) - begin), at
     return Bar(
         run=run.name,
         kind=kind,
@@ -165,8 +187,10 @@ def _bar(run: Run, kind: Kind, step: int, runs: Sequence[Run], threshold: int | 
     )
 
 
-def _switched_at(runs: Sequence[Run], step: int) -> int | None:
-    return next((run.reports[step].switches[0].live for run in runs if run.reports[step].switches), None)
+def _switched_at(runs: Sequence[tuple[Run, Kind]], step: int) -> int | None:
+    """Live samples at which the first switching run switched in this step."""
+    switching = (run.reports[step].switches for run, kind in runs if kind == "switching")
+    return next((switches[0].live for switches in switching if switches), None)
 
 
 def _with_speedup(bar: Bar, best_s: float) -> Bar:
@@ -174,8 +198,8 @@ def _with_speedup(bar: Bar, best_s: float) -> Bar:
     return Bar(**values | {"speedup": best_s / bar.total_s if bar.total_s else None})
 
 
-def _warnings(runs: Sequence[Run], steps: Sequence[int]) -> list[str]:
-    warnings = []
+def _warnings(both: Sequence[tuple[Run, Kind]], steps: Sequence[int]) -> list[str]:
+    warnings, runs = [], [run for run, _ in both]
     lengths = [
         {s: {(e.prompt, e.sample): e.output_tokens for e in run.reports[s].samples} for s in steps} for run in runs
     ]
@@ -189,7 +213,10 @@ def _warnings(runs: Sequence[Run], steps: Sequence[int]) -> list[str]:
         values = {str(getattr(run.reports[step], what)) for run in runs for step in steps}
         if len(values) > 1:
             warnings.append(f"the runs differ in {what}: {', '.join(sorted(values))}")
-    for run in runs:
+    for run, kind in both:
+        stayed = [step for step in steps if not run.reports[step].switches]
+        if kind == "switching" and stayed:
+            warnings.append(f"{run.name} was free to switch and did not in steps {stayed}; it counts as no static run")
         if len(run.reports) > len(steps):
             warnings.append(f"{run.name} has steps that others lack: {sorted(set(run.reports) - set(steps))}")
     return warnings

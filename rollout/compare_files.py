@@ -16,6 +16,7 @@ from rich.table import Table
 from moebius.rollout.compare import FIELDS, Comparison, compare, load_runs, median_speedup
 from moebius.rollout.compare_svg import CHART_CSS, bar_chart, colour_of
 from moebius.rollout.report_files import projection_words, save_figure
+from moebius.rollout.report_parts import counted
 from moebius.rollout.report_run import projection_table
 from moebius.rollout.report_style import CSS
 
@@ -107,7 +108,7 @@ def _tiles(found: Comparison) -> str:
     cells = []
     for i, run in enumerate(found.runs):
         gain, median = found.speedup(i), median_speedup(found, i)
-        note = f"{found.kinds[i]}, {len(found.steps)} steps"
+        note = f"{found.kinds[i]}, {counted(len(found.steps), 'step')}"
         if gain is not None and median is not None:
             note += f", {gain:.3f}x over the better static run (median of steps {median:.3f}x)"
         cells.append(
@@ -151,7 +152,7 @@ def _cells(found: Comparison) -> list[list[str]]:
 
 def _table(found: Comparison) -> Table:
     """One row per step, one column per run: it must fit a terminal of 80 characters."""
-    table = Table(title=f"{len(found.steps)} steps; seconds: total = burst + switch + tail")
+    table = Table(title=f"{counted(len(found.steps), 'step')}; seconds: total = burst + switch + tail")
     table.add_column("step", justify="right")
     for i, run in enumerate(found.runs):
         table.add_column(run.name, justify="right", overflow="fold")

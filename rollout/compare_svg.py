@@ -44,7 +44,7 @@ def colour_of(found: Comparison, run: int) -> int:
 def bar_chart(found: Comparison) -> str:
     """Grouped bars over one axis of seconds from 0."""
     count = len(found.runs)
-    bar_width = max(9.0, min(26.0, 900 / (len(found.steps) * (count + 1))))
+    bar_width = max(13.0, min(40.0, 900 / (len(found.steps) * (count + 1))))
     group = bar_width * (count + 1)
     width = max(560.0, _LEFT + group * len(found.steps) + 20)
     top = max((bar.total_s for bars in found.bars for bar in bars), default=0.0)

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from moebius.engine.config import EngineConfig
 from moebius.rollout.errors import BadInput, validate
+from moebius.rollout.failure_types import FailureSettings
 from moebius.rollout.job_config import JobSettings
+from moebius.rollout.report_writers import ReportSettings
 from moebius.rollout.service_types import ServiceSettings
 from moebius.rollout.types import Sampling
 
@@ -47,12 +49,24 @@ class RolloutConfig(BaseModel):
         "staged: in the ranks' host memory until all is there; after a failed one the old weights serve on.",
     )
     cpus_per_rank: float = Field(1, gt=0, description="CPUs that Ray sets aside per rank.")
+    replicas: int = Field(
+        1, ge=1, description="Switch groups that share the prompts of a step, each on one node; see docs/replicas.md."
+    )
     place: Place | None = Field(None, description="Run on these GPUs, which the caller holds; None: Ray chooses.")
+    failures: FailureSettings = FailureSettings()
     service: ServiceSettings = ServiceSettings()
+    report: ReportSettings = ReportSettings()
     job: JobSettings | None = Field(None, description="Steps of `python -m moebius.rollout.job`; see docs/deepmath.md.")
+
+    @property
+    def total_ranks(self) -> int:
+        """Ranks of all replicas together."""
+        return self.ranks * self.replicas
 
     @model_validator(mode="after")
     def _a_device_for_each_rank(self) -> RolloutConfig:
+        if self.place is not None and self.replicas > 1:
+            raise ValueError("place names the GPUs of one group: leave it out with replicas > 1, where Ray chooses")
         devices = self.place.devices if self.place else []
         if devices and len(set(devices)) != self.ranks:
             raise ValueError(f"place.devices names {devices}; {self.ranks} ranks need as many different GPUs")
@@ -89,11 +103,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RolloutConfi
     if not isinstance(data, dict):
         raise BadInput(f"{path}: expected a mapping of settings at the top, got {type(data).__name__}")
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override)
     return validate(RolloutConfig, data, f"{path} with {', '.join(overrides)}" if overrides else str(path))
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set a value in nested settings, as "engine.policy.threshold=32" does. Raises BadInput for what is malformed."""
     key, equals, value = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

@@ -25,12 +25,18 @@ class GroupNotReady(MoebiusError):
 
 
 class RankDied(MoebiusError):
-    """A rank's process ended or stopped answering. `rank` and, if one was running, `step` say which."""
+    """A rank's process ended or stopped answering. `rank` and, if one was running, `step` say which.
 
-    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
+    `phase`: what the rank did last (see moebius.engine.phases), where that is known.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, step: int | None = None, phase: str | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.step = step
+        self.phase = phase
 
 
 class QueueFull(MoebiusError):

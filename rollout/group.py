@@ -15,8 +15,9 @@ __all__ = ["OnProgress", "RolloutGroup"]
 class RolloutGroup(GroupSteps, GroupWeights, GroupMemory):
     """A started switch group. One call at a time; only `abort` and `shutdown` may come from another thread.
 
-    Ranks are Ray actors on one node, started from `config` (Ray itself too, if there is none). A rank that dies takes
-    the group down; `restart()` builds a new one from the checkpoint. Use it as a context manager or call `shutdown()`.
+    Ranks are Ray actors on one node, started from `config` (Ray itself too, if there is none). Ranks live and die
+    together: when one is lost, all are started again and go on where they were, as `config.failures` says. Use it as a
+    context manager or call `shutdown()`.
 
     Raises:
         BadInput: the model folder or a setting is wrong; found before anything is started.

@@ -16,6 +16,7 @@ from moebius.rollout.batch import Limits
 from moebius.rollout.checkpoint import check_model
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
+from moebius.rollout.failure_types import Loss
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.report import StepReport
@@ -28,7 +29,14 @@ _log = logging.getLogger(__name__)
 class GroupLife:
     """What all parts of a `RolloutGroup` rest on."""
 
+    _recovering: int | None = None  # the thread that may call while a call is running
+
     def __init__(self, config: RolloutConfig) -> None:
+        if config.replicas > 1:
+            raise BadInput(
+                f"replicas={config.replicas}: a RolloutGroup is one; several replicas are RolloutReplicas, or made by "
+                "moebius.rollout.start.start_group"
+            )
         folder = check_model(config.engine, config.ranks)
         # Ranks run in another working directory.
         self.config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": str(folder)})})
@@ -50,28 +58,11 @@ class GroupLife:
         self.costs: CostModel | None = None  # of iterations and switches, as the policy and reports use them
         self._updated = False  # the ranks hold, or held, other weights than the checkpoint's
         self._tokenizer: Any = None
+        self.losses: list[Loss] = []  # times the ranks were lost and came back
+        self.gave_up = False  # after too many restarts in a row
         connect(config)
         self.device = resolve_device(config)
         self._start()
-
-    def restart(self) -> None:
-        """End all ranks, whatever state they are in, and start new ones from the checkpoint.
-
-        If weights had been updated, they are lost with the ranks: `generate` then refuses until `update_weights` has
-        sent them again. Samples that were parked are drawn anew in the next step, with the same seeds.
-        """
-        with self._exclusively("restart"):
-            if self._ranks is not None:
-                self._ranks.close(gently=self._problem is None)
-                self._ranks = None
-                self.backlog.lost()
-            connect(self.config)
-            self._start()
-            if self._updated:
-                self._problem = (
-                    f"the group was restarted and holds the checkpoint's weights, not policy version "
-                    f"{self.policy_version}; send them with update_weights"
-                )
 
     def shutdown(self) -> None:
         """End all ranks and free what they held. May be called again, and from another thread during a step."""
@@ -92,6 +83,11 @@ class GroupLife:
     def running(self) -> bool:
         """Whether there are ranks. They may be waiting for a weight update all the same."""
         return self._ranks is not None
+
+    @property
+    def problem(self) -> str | None:
+        """Why steps cannot be opened, and what to do; None if they can, once all memory is there."""
+        return self._problem
 
     @property
     def closed(self) -> bool:
@@ -136,6 +132,11 @@ class GroupLife:
     def pids(self) -> list[int]:
         """Process ids of the ranks on their node."""
         return [host.pid for host in self._alive().hosts]
+
+    def phases(self) -> list[str | None]:
+        """What each rank does at present (see moebius.engine.phases); None where that cannot be seen."""
+        ranks = self._alive()
+        return [ranks.phase(rank) for rank in range(self.config.ranks)]
 
     def _start(self) -> None:
         try:
@@ -187,6 +188,9 @@ class GroupLife:
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[None]:
+        if self._recovering == threading.get_ident():  # the call that is running has asked for this one
+            yield
+            return
         if not self._one_call.acquire(blocking=False):
             raise MoebiusError(f"{name}: another call is running on this group; a group serves one at a time")
         try:

@@ -9,8 +9,9 @@ from typing import Any
 
 from moebius.engine.types import MemoryChange, MemoryTag
 from moebius.rollout.errors import BadInput, RankDied
-from moebius.rollout.group_life import MEMORY_TAGS, GroupLife
+from moebius.rollout.group_life import MEMORY_TAGS
 from moebius.rollout.ranks import RankError
+from moebius.rollout.recovery import GroupRecovery
 
 MEMORY_CALL_S = 600.0
 
@@ -33,7 +34,7 @@ class MemoryReport:
         return sum(rank.freed for rank in self.ranks)
 
 
-class GroupMemory(GroupLife):
+class GroupMemory(GroupRecovery):
     """The part of a `RolloutGroup` that sleeps."""
 
     def sleep(self, tags: Iterable[MemoryTag] = MEMORY_TAGS, keep_weights: bool = False) -> MemoryReport:
@@ -53,12 +54,10 @@ class GroupMemory(GroupLife):
         """
         asked = _checked("sleep", tags)
         with self._exclusively("sleep"):
-            ranks = self._alive()
             report = self._all("sleep", (asked, keep_weights))
             if "weights" in set(asked) - self._asleep and not keep_weights:
                 self._problem = "the weights were given back by sleep; send them with update_weights after wake_up"
-            if self._ranks is ranks:
-                self._asleep |= set(asked)
+            self._asleep |= set(asked)
             return report
 
     def wake_up(self, tags: Iterable[MemoryTag] | None = None) -> MemoryReport:
@@ -70,14 +69,18 @@ class GroupMemory(GroupLife):
             return report
 
     def _all(self, method: str, arguments: tuple[Any, ...]) -> MemoryReport:
-        ranks, started = self._alive(), time.perf_counter()
-        try:
-            changes = ranks.call(method, [arguments] * self.config.ranks, what=method, timeout_s=MEMORY_CALL_S)
-        except (RankDied, RankError) as error:
-            if not (isinstance(error, RankError) and error.by_all and "BackingError" in str(error.cause)):
-                self._lose(ranks, str(error))  # memory may be back on some ranks and not on others
-            raise
-        return MemoryReport(changes, time.perf_counter() - started)
+        started = time.perf_counter()
+        while True:
+            ranks = self._alive()
+            try:
+                changes = ranks.call(method, [arguments] * self.config.ranks, what=method, timeout_s=MEMORY_CALL_S)
+            except (RankDied, RankError) as error:
+                if isinstance(error, RankError) and error.by_all and "BackingError" in str(error.cause):
+                    raise
+                # Memory may be back on some ranks and not on others. New ones are awake, and have the weights.
+                self.recover(ranks, error, method)
+                continue
+            return MemoryReport(changes, time.perf_counter() - started)
 
 
 def _checked(name: str, tags: Iterable[MemoryTag]) -> Sequence[MemoryTag]:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
 from moebius.rollout.backlog import PromptGroup, groups_of, homeless_requests
-from moebius.rollout.batch import Prompt, assign, build_requests, check_sampling, collect, to_sample, to_token_ids
+from moebius.rollout.batch import Prompt, assign, build_requests, check_sampling, to_sample, to_token_ids
 from moebius.rollout.budget import Budget
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, validate
-from moebius.rollout.group_life import GroupLife
-from moebius.rollout.open_step import OpenStep
+from moebius.rollout.failure_types import Loss
+from moebius.rollout.open_step import ABORT_S, OpenStep
 from moebius.rollout.ranks import RankError, Ranks
+from moebius.rollout.recovery import GroupRecovery
 from moebius.rollout.report import build_report
 from moebius.rollout.stream import OnProgress, RolloutStream
 from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
-from moebius.rollout.worker import Progress
 
-ABORT_S = 60.0  # for ranks to end a step after an abort
 _log = logging.getLogger(__name__)
 
 
-class GroupSteps(GroupLife):
+class GroupSteps(GroupRecovery):
     """The part of a `RolloutGroup` that draws samples."""
+
+    _aborted: Sequence[SampleKey] = ()  # asked for in the running step
+    _live_step: OpenStep | None = None  # the open one, while it runs
 
     def generate(
         self,
@@ -59,24 +60,20 @@ class GroupSteps(GroupLife):
         Raises:
             BadInput: found before anything is sent; the group goes on working.
             GroupNotReady: shut down, a rank died, or a weight update failed; the message says what to do.
-            RankDied: a rank died during the step; `restart()` the group and repeat the step.
+            RankDied: a rank died during the step, and `failures` did not allow to go on or could not help; `restart()`
+                the group and repeat the step.
             IncompleteStep: samples are missing or double.
             MoebiusError: another call is running, or a rank failed.
+
+        When ranks are lost and started again, unfinished samples are drawn anew with the same seeds. Those of a prompt
+        that brings ranks down again and again come back with the finish reason "failed" and the reason as
+        `stop_reason`.
         """
         if budget is not None or self.backlog:
             with self.stream(prompts, n, sampling, step, on_progress, lengths, budget) as stream:
                 return sorted(stream, key=lambda r: (r.step != stream.step, r.step, r.prompt_index))
-        with self._exclusively("generate"):
-            ranks = self._ready()
-            own = self._sampling(sampling)
-            requests, prompt_ids, step = self._requests(prompts, n, own, step, lengths)
-            if not requests:
-                self.last_report = None
-                return []
-            outcomes = self._run_step(ranks, requests, step, on_progress)
-            rollouts = collect(outcomes, prompt_ids, n, step)
-            self.report_step(outcomes, step, prompt_ids)
-            return rollouts
+        opened = self._open_whole(prompts, n, sampling, step, lengths)
+        return [] if opened is None else opened.run(on_progress)
 
     def stream(
         self,
@@ -104,15 +101,42 @@ class GroupSteps(GroupLife):
             opened.seal()
             return RolloutStream(opened, ready, budget, self.config.step_timeout_s, on_progress)
 
-    def open_step(self, step: int | None = None, expected: int | None = None) -> OpenStep:
+    def open_step(
+        self,
+        step: int | None = None,
+        expected: int | None = None,
+        groups: Sequence[PromptGroup] = (),
+        *,
+        replay: bool | None = None,
+    ) -> OpenStep:
         """Begin a step that takes prompts while it runs. The group serves nothing else until it is closed.
 
         `step` is as in `generate`. Few live samples mean the step's tail only when its burst has come in: when
         `expected` samples have been submitted, or, where that is not said, when the step is being closed. Until then
-        the policies `rollout` and `predictive` stay in EP. Raises GroupNotReady, MoebiusError as `generate`.
+        the policies `rollout` and `predictive` stay in EP. It begins with `groups`, whose prompts have numbers of their
+        own. `replay`: whether it goes on after the loss of ranks; None: as `failures.on_failure` says. Raises
+        GroupNotReady, MoebiusError as `generate`.
         """
         with self._held_for("open_step"):
-            return self._open(self._step_number(step), expected, [])
+            return self._open(self._step_number(step), expected, list(groups), replay=replay)
+
+    def _open_whole(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling | Mapping[str, Any] | None,
+        step: int | None,
+        lengths: LengthTrace | None,
+    ) -> OpenStep | None:
+        """A step that takes nothing but these prompts; None if there are none."""
+        with self._held_for("generate"):
+            self._ready()
+            requests, ids, step = self._requests(prompts, n, self._sampling(sampling), step, lengths)
+            if requests:
+                return self._open(step, None, groups_of(requests, ids, step, 0), whole=True)
+        self._one_call.release()
+        self.last_report = None
+        return None
 
     @contextmanager
     def _held_for(self, name: str) -> Iterator[None]:
@@ -125,7 +149,16 @@ class GroupSteps(GroupLife):
             self._one_call.release()
             raise
 
-    def _open(self, step: int, expected: int | None, own: list[PromptGroup]) -> OpenStep:
+    def _open(
+        self,
+        step: int,
+        expected: int | None,
+        own: list[PromptGroup],
+        *,
+        whole: bool = False,
+        replay: bool | None = None,
+    ) -> OpenStep:
+        """An open step that begins with prompts of its `own`; if these are the `whole` of it, it takes no more."""
         ranks = self._ready()
         self.backlog.check_step(step)
         older = self.backlog.take()
@@ -134,13 +167,16 @@ class GroupSteps(GroupLife):
         ranks_of = {request.key: rank for rank, part in enumerate(parts) for request in part}
         self._serial += 1
         try:
-            refs = ranks.submit("run_step", [(self._serial, part, True) for part in parts])
+            refs = ranks.submit("run_step", [(self._serial, part, not whole, True) for part in parts])
         except BaseException:
             self.backlog.groups.update({(group.step, group.prompt): group for group in older})
             self._lose(ranks, f"step {step} broke off while it was sent")
             raise
-        self._running, self._running_step = self._serial, step
-        return OpenStep(self, ranks, self._serial, step, refs, expected, [*older, *own], ranks_of)
+        self._running, self._running_step, self._aborted = self._serial, step, []
+        replays = self.config.failures.on_failure == "replay" if replay is None else replay
+        of_ranks = (self, ranks, self._serial, step, refs, [*older, *own], ranks_of)
+        self._live_step = OpenStep(*of_ranks, expected=expected, whole=whole, replays=replays)
+        return self._live_step
 
     def abort(self, keys: Iterable[SampleKey | tuple[int, int]] | None = None) -> None:
         """End samples (prompt, sample) of the running step early, None: all of them. Any thread; does not wait.
@@ -149,8 +185,13 @@ class GroupSteps(GroupLife):
         nothing happens. A key of three also names the step, for samples of an earlier one that the step goes on with.
         """
         ranks, serial, step = self._ranks, self._running, self._running_step
-        if ranks is not None and serial is not None:
-            ranks.tell("abort", serial, None if keys is None else [_full_key(key, step) for key in keys])
+        if serial is None:
+            return
+        asked = None if keys is None else [_full_key(key, step) for key in keys]
+        if self._live_step is not None:
+            self._aborted = [*self._aborted, *(self._live_step.keys() if asked is None else asked)]  # for new ranks
+        if ranks is not None:
+            ranks.tell("abort", serial, asked)
 
     @property
     def parked(self) -> list[SampleKey]:
@@ -175,9 +216,12 @@ class GroupSteps(GroupLife):
             ended: list[tuple[SampleKey, Sample]] = []
             if self._ranks is not None:
                 how: dict[str, Any] = {"what": "the abort of parked samples", "timeout_s": ABORT_S}
-                asked = sorted(wanted)
-                for part in self._ranks.call("abort_parked", [(asked,)] * self.config.ranks, **how):
-                    ended += [(result.key, to_sample(result)) for result in part]
+                asked, ranks = sorted(wanted), self._ranks
+                try:
+                    for part in ranks.call("abort_parked", [(asked,)] * self.config.ranks, **how):
+                        ended += [(result.key, to_sample(result)) for result in part]
+                except (RankDied, RankError) as error:
+                    _log.warning("%s", self.after_loss(ranks, error, "the abort of parked samples"))
             # The rest is of ranks that are gone: nothing of it is left.
             for key in sorted(wanted - {key for key, _ in ended}):
                 ended.append((key, Sample(key.sample, [], None, None, None, "abort", None, self.policy_version, 0)))
@@ -191,13 +235,30 @@ class GroupSteps(GroupLife):
 
     # ---- for OpenStep -----------------------------------------------------------------------------------------------
 
+    def send_again(self, ranks: Ranks, parts: list[list[SampleRequest]]) -> tuple[int, dict[Any, int]]:
+        """Begin the running step anew on new ranks; returns its serial there, and what `Ranks.gather` takes."""
+        self._serial += 1
+        refs = ranks.submit("run_step", [(self._serial, part, True, True) for part in parts])
+        self._running = self._serial
+        if self._aborted:
+            ranks.tell("abort", self._serial, list(self._aborted))
+        return self._serial, refs
+
     def requests_of(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling | Mapping[str, Any] | None, step: int, first: int
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling | Mapping[str, Any] | None,
+        step: int,
+        first: int,
+        lengths: LengthTrace | None = None,
     ) -> tuple[list[SampleRequest], list[list[int]]]:
         """Requests and token ids of prompts that are numbered from `first`. Raises BadInput."""
-        return self._requests(prompts, n, self._sampling(sampling), step, None, first)[:2]
+        return self._requests(prompts, n, self._sampling(sampling), step, lengths, first)[:2]
 
-    def report_step(self, outcomes: list[StepOutcome], step: int, prompt_ids: list[list[int]]) -> None:
+    def report_step(
+        self, outcomes: list[StepOutcome], step: int, prompt_ids: list[list[int]], losses: Sequence[Loss] = ()
+    ) -> None:
         """Make `last_report`."""
         self.last_report = build_report(
             outcomes,
@@ -210,18 +271,23 @@ class GroupSteps(GroupLife):
             startup=self._unreported_start,
             costs=self.costs,
             costs_from=self.costs_from,
+            losses=losses,
         )
         self._update_s = self._unreported_start = None
         self._next_step = step + 1
+        self._restarts = 0
 
     def step_closed(self) -> None:
         """The open step is over, whole or lost; called once."""
-        self._running = None
+        self._running = self._live_step = None
         self._one_call.release()
 
     def step_lost(self, ranks: Ranks, error: MoebiusError) -> None:
-        """A rank failed in the open step."""
-        self._step_lost(ranks, error)
+        """A rank failed in the open step, and it does not go on."""
+        closed_by_user = self._ranks is not ranks
+        self._lose(ranks, str(error))
+        if closed_by_user:
+            raise GroupNotReady(self._problem or "the group was shut down during the step") from error
 
     def refusal(self, error: MoebiusError, step: int) -> BadInput | None:
         """What to raise if the ranks have refused the step, so that none has started and all can go on."""
@@ -267,64 +333,7 @@ class GroupSteps(GroupLife):
             raise BadInput(f"step: expected an int of at least 0, got {step!r}")
         return step
 
-    def _run_step(
-        self, ranks: Ranks, requests: list[SampleRequest], step: int, on_progress: OnProgress | None
-    ) -> list[StepOutcome]:
-        self._serial += 1
-        serial = self._serial
-        calls = [(serial, own) for own in assign(requests, self.config.ranks)]
-        try:
-            refs = ranks.submit("run_step", calls)
-        except BaseException:
-            # Some ranks may have the step and others not: they would never meet again.
-            self._lose(ranks, f"step {step} broke off while it was sent")
-            raise
-        self._running, self._running_step = serial, step
-        limit = self.config.step_timeout_s
-        started = time.monotonic()
-        aborted = False
-
-        def on_poll(progress: Sequence[Progress]) -> None:
-            nonlocal aborted
-            if limit is not None and not aborted and time.monotonic() - started > limit:
-                _log.warning("step %d has run for step_timeout_s=%g: unfinished samples are ended", step, limit)
-                self.abort()
-                aborted = True
-            if on_progress:
-                done, tokens = sum(p.done for p in progress), sum(p.tokens for p in progress)
-                on_progress(done, len(requests), tokens, progress[0].live, progress[0].layout)
-
-        what = f"step {step}"
-        try:
-            timeout = None if limit is None else limit + ABORT_S
-            outcomes = ranks.gather(refs, what=what, timeout_s=timeout, on_poll=on_poll)
-        except RankDied as error:
-            self._step_lost(ranks, error)
-            raise RankDied(str(error), rank=error.rank, step=step) from error
-        except RankError as error:
-            if (harmless := self.refusal(error, step)) is not None:
-                raise harmless from error
-            # The engines refuse further steps themselves after one that broke off.
-            self._step_lost(ranks, error)
-            raise
-        except BaseException:
-            self._interrupt(ranks, refs, what)
-            raise
-        finally:
-            self._running = None
-        if on_progress:
-            tokens = sum(len(result.token_ids) for outcome in outcomes for result in outcome.results)
-            iterations = outcomes[0].stats.iterations
-            on_progress(len(requests), len(requests), tokens, 0, iterations[-1].layout if iterations else "EP")
-        return outcomes
-
-    def _step_lost(self, ranks: Ranks, error: MoebiusError) -> None:
-        closed_by_user = self._ranks is not ranks
-        self._lose(ranks, str(error))
-        if closed_by_user:
-            raise GroupNotReady(self._problem or "the group was shut down during the step") from error
-
-    def _interrupt(self, ranks: Ranks, refs: dict[Any, int], what: str) -> None:
+    def interrupt(self, ranks: Ranks, refs: dict[Any, int], what: str) -> None:
         """The caller broke off (Ctrl-C, an error in on_progress): end the step so that the group can go on."""
         self.abort()
         try:

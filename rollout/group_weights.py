@@ -12,8 +12,8 @@ import ray
 
 from moebius.engine.types import UpdateStats
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
-from moebius.rollout.group_life import GroupLife
 from moebius.rollout.ranks import RankError, Ranks
+from moebius.rollout.recovery import GroupRecovery
 from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, NamedTensors, Transport, packed
 from moebius.rollout.worker import UpdateMode
 
@@ -46,9 +46,10 @@ class _Session:
     mode: UpdateMode
     problem_before: str | None
     started: float
+    keep: str | None  # files that the ranks keep the weights in
 
 
-class GroupWeights(GroupLife):
+class GroupWeights(GroupRecovery):
     """The part of a `RolloutGroup` that a trainer sends weights to."""
 
     last_update: UpdateReport | None = None
@@ -82,8 +83,8 @@ class GroupWeights(GroupLife):
             GroupNotReady, RankDied, MoebiusError: as in `generate`.
         """
 
-        def send(ranks: Ranks, mode: UpdateMode) -> list[UpdateStats]:
-            return self._send(ranks, packed(named_tensors, bucket_bytes, transport), version, mode)
+        def send(ranks: Ranks, mode: UpdateMode, keep: str | None) -> list[UpdateStats]:
+            return self._send(ranks, packed(named_tensors, bucket_bytes, transport), version, mode, keep)
 
         if bucket_bytes < 1:
             raise BadInput(f"update_weights: bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -112,8 +113,8 @@ class GroupWeights(GroupLife):
         """
         self._one_per_rank("pull_update", args)
 
-        def pull(ranks: Ranks, mode: UpdateMode) -> list[UpdateStats]:
-            calls = [(version, source, tuple(arguments), mode) for arguments in args]
+        def pull(ranks: Ranks, mode: UpdateMode, keep: str | None) -> list[UpdateStats]:
+            calls = [(version, source, tuple(arguments), mode, keep) for arguments in args]
             return ranks.call("pull_update", calls, what=f"the update to version {version}", timeout_s=timeout_s)
 
         return self._update("pull_update", version, mode, source, pull)
@@ -121,7 +122,7 @@ class GroupWeights(GroupLife):
     def reset_prefix_cache(self) -> None:
         """Forget which prompts' KV is still there; between steps. An update does so by itself."""
         with self._exclusively("reset_prefix_cache"):
-            self._alive().call("reset_prefix_cache", what="forgetting cached prefixes", timeout_s=UPDATE_CALL_S)
+            self._ask("reset_prefix_cache", None, "forgetting cached prefixes", UPDATE_CALL_S)
 
     # ---- the same in parts, for callers to whom an update comes in several calls ---------------------------------
 
@@ -131,7 +132,8 @@ class GroupWeights(GroupLife):
             session = self._begin("begin_update", version, mode)
             with self._failing(session):
                 how: dict[str, Any] = {"what": f"the update to version {version}", "timeout_s": UPDATE_CALL_S}
-                session.ranks.call("begin_update", [(version, session.mode)] * self.config.ranks, **how)
+                calls = [(version, session.mode, session.keep)] * self.config.ranks
+                session.ranks.call("begin_update", calls, **how)
             self._session = session
 
     def pull_tensors(self, source: str, args: Sequence[tuple[Any, ...]], *, timeout_s: float = PULL_S) -> None:
@@ -169,11 +171,21 @@ class GroupWeights(GroupLife):
             self._one_per_rank("on_ranks", args)
             calls = [(source, tuple(arguments)) for arguments in args]
             try:
-                return self._alive().call("call_function", calls, what=source, timeout_s=timeout_s)
+                return self._ask("call_function", calls, source, timeout_s)
             except RankError as error:
                 if error.by_all and isinstance(error.cause, ValueError):
                     raise BadInput(f"{source}: {error.cause}") from error
                 raise
+
+    def _ask(self, method: str, args: Sequence[tuple[Any, ...]] | None, what: str, timeout_s: float) -> list[Any]:
+        """A call between steps that changes no weights; ranks that do not all answer are lost."""
+        ranks = self._alive()
+        try:
+            return ranks.call(method, args, what=what, timeout_s=timeout_s)
+        except (RankDied, RankError) as error:
+            if isinstance(error, RankError) and error.by_all:
+                raise
+            raise self.after_loss(ranks, error, what) from error
 
     # ---- parts of an update -----------------------------------------------------------------------------------------
 
@@ -192,12 +204,12 @@ class GroupWeights(GroupLife):
         version: int,
         mode: UpdateMode | None,
         transport: str,
-        send: Callable[[Ranks, UpdateMode], list[UpdateStats]],
+        send: Callable[[Ranks, UpdateMode, str | None], list[UpdateStats]],
     ) -> UpdateReport:
         with self._exclusively(name):
             session = self._begin(name, version, mode)
             with self._failing(session):
-                stats = send(session.ranks, session.mode)
+                stats = send(session.ranks, session.mode, session.keep)
             return self._done(session, transport, stats)
 
     def _begin(self, name: str, version: int, mode: UpdateMode | None) -> _Session:
@@ -212,7 +224,7 @@ class GroupWeights(GroupLife):
                 f"{version!r}"
             )
         self._session = None  # the ranks drop one that is still open
-        session = _Session(ranks, version, mode, self._problem, time.perf_counter())
+        session = _Session(ranks, version, mode, self._problem, time.perf_counter(), self._new_set(ranks))
         if mode == "in_place":  # until the commit, ranks hold a mixture of old and new weights
             self._problem = f"the weight update to policy version {version} did not complete; send a full update"
         return session
@@ -221,6 +233,7 @@ class GroupWeights(GroupLife):
         self._problem = None
         self._updated = True
         self.policy_version = session.version
+        self._keep_only(session.keep)
         self._update_s = time.perf_counter() - session.started
         nbytes = max(rank.nbytes for rank in stats)
         self.last_update = UpdateReport(session.version, session.mode, transport, nbytes, self._update_s)
@@ -233,34 +246,37 @@ class GroupWeights(GroupLife):
             yield
         except BaseException as error:
             self._session = None
-            self._give_up(session, error)
+            told = self._give_up(session, error)
             if isinstance(error, RankError) and error.by_all and isinstance(error.cause, ValueError):
                 raise BadInput(f"update to version {session.version}: {error.cause}") from error
+            if told is not error:
+                raise told from error
             raise
 
-    def _give_up(self, session: _Session, error: BaseException) -> None:
+    def _give_up(self, session: _Session, error: BaseException) -> BaseException:
+        """What a failed update leaves of the group; returns the error to raise."""
         if isinstance(error, RankDied) or (isinstance(error, RankError) and not error.by_all):
-            self._lose(session.ranks, str(error))
-            return
+            return self.after_loss(session.ranks, error, f"the update to version {session.version}")
         if session.mode == "in_place":
             self._problem = (
                 f"the weight update to policy version {session.version} failed ({type(error).__name__}: {error}); "
                 "send a full update"
             )
-            return
+            return error
         try:
             session.ranks.call("drop_update", what="giving an update up", timeout_s=UPDATE_CALL_S)
         except (RankDied, RankError) as lost:
             self._lose(session.ranks, str(lost))
-            return
+            return error
         self._problem = session.problem_before
+        return error
 
-    def _send(self, ranks: Ranks, buckets: Any, version: int, mode: UpdateMode) -> list[UpdateStats]:
+    def _send(self, ranks: Ranks, buckets: Any, version: int, mode: UpdateMode, keep: str | None) -> list[UpdateStats]:
         how: dict[str, Any] = {"what": f"the update to version {version}", "timeout_s": UPDATE_CALL_S}
         size = len(ranks.handles)
         loading: dict[Any, int] = {}
         try:
-            ranks.call("begin_update", [(version, mode)] * size, **how)
+            ranks.call("begin_update", [(version, mode, keep)] * size, **how)
             for bucket in buckets:
                 # One bucket loads while the next is packed: two in memory, never more.
                 ranks.gather(loading, **how)

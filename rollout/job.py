@@ -23,36 +23,40 @@ from typing import TYPE_CHECKING, Any
 from moebius.rollout.config import RolloutConfig, load_config
 from moebius.rollout.errors import BadInput, MoebiusError, RankDied
 from moebius.rollout.job_config import JobSettings
+from moebius.rollout.job_metrics import JobMetrics
 from moebius.rollout.job_prompts import StepSource
 from moebius.rollout.lengths import step_lengths
-from moebius.rollout.output import step_line
+from moebius.rollout.output import starting_line, step_line
+from moebius.rollout.report_writers import Writers, open_writers
 from moebius.rollout.scoring import ScorerPool, Scores, ToScore, started, to_score
 from moebius.rollout.shards import JobFolder, shard_rows, write_shard
 from moebius.rollout.stop import Stopped, StopSignal
 
 if TYPE_CHECKING:
     from moebius.rollout.deepmath import StepPrompt
-    from moebius.rollout.group import RolloutGroup
+    from moebius.rollout.start import AnyGroup
     from moebius.rollout.types import LengthTrace, Rollout
 
 _log = logging.getLogger("moebius.rollout.job")
 # Settings that may differ when a job goes on: they do not change what a step yields.
-_FREE = ("startup_timeout_s", "step_timeout_s", "ray_address", "cpus_per_rank")
-_FREE_JOB = ("out", "steps", "score_workers", "score_timeout_s", "restarts", "progress_s", "tiny_model")
+_FREE = ("startup_timeout_s", "step_timeout_s", "ray_address", "cpus_per_rank", "failures", "replicas", "report")
+_FREE_JOB = ("out", "steps", "score_workers", "score_timeout_s", "restarts", "progress_s", "metrics_port", "tiny_model")
 _RAY_COPY = "/runtime_resources/working_dir_files/"  # where Ray unpacks a job's working directory
 
 
 class ProgressLog:
     """A line about the running step every `every_s` seconds and when the layout changes; RolloutGroup's on_progress."""
 
-    def __init__(self, step: int, stop: StopSignal, every_s: float) -> None:
-        self._step, self._stop, self._every_s = step, stop, every_s
+    def __init__(self, step: int, stop: StopSignal, every_s: float, metrics: JobMetrics | None = None) -> None:
+        self._step, self._stop, self._every_s, self._metrics = step, stop, every_s, metrics
         self._begun = time.monotonic()
         self._next, self._layout = self._begun + every_s, "EP"
 
     def __call__(self, done: int, total: int, tokens: int, live: int, layout: str) -> None:
         """See RolloutGroup.generate. Raises Stopped when the job is to stop."""
         self._stop.check()
+        if self._metrics is not None:
+            self._metrics.progress(self._step, tokens, live, layout)
         now = time.monotonic()
         if now < self._next and layout == self._layout:
             return
@@ -95,7 +99,11 @@ def run_job(config: RolloutConfig, *, fresh: bool = False, stop: StopSignal | No
         lengths = _lengths(config, job, source, left)
         pool = started(job.scorer, workers=job.score_workers, timeout_s=job.score_timeout_s)
         scorer = stack.enter_context(pool)
-        steps = _Steps(job, stop, scorer, stack.enter_context(_start(config, stop)), job.restarts)
+        group = _start(config, stop)
+        stack.enter_context(group)
+        writers = stack.enter_context(open_writers(config.report, folder.path))
+        metrics = None if job.metrics_port is None else stack.enter_context(JobMetrics(group, job.metrics_port))
+        steps = _Steps(job, stop, scorer, group, job.restarts, writers, metrics)
         for step in left:
             steps.do(step, prompts[step], lengths.get(step), folder.path)
     _log.info("done: %d steps in %s, report %s", job.steps, folder.path, folder.path / "report.html")
@@ -109,8 +117,10 @@ class _Steps:
     job: JobSettings
     stop: StopSignal
     scorer: ScorerPool | None
-    group: RolloutGroup
+    group: AnyGroup
     restarts: int  # left
+    writers: Writers
+    metrics: JobMetrics | None
 
     def do(self, step: int, prompts: list[StepPrompt], lengths: LengthTrace | None, folder: Path) -> None:
         """One step from prompts to shard."""
@@ -124,12 +134,15 @@ class _Steps:
         write_shard(folder, step, shard_rows(step, prompts, rollouts, None if scores is None else scores.rewards))
         _log.info("%s", step_line(report, "" if scores is None else scores.words))
         _write_page(folder)
+        self.writers.write(report, {} if scores is None else {"reward": scores.mean})
+        if self.metrics is not None:
+            self.metrics.step_ended(report)
 
     def _generate(self, step: int, prompts: list[StepPrompt], lengths: LengthTrace | None) -> list[Rollout]:
         ids = [prompt.token_ids for prompt in prompts]
         while True:
             self.stop.check()
-            progress = ProgressLog(step, self.stop, self.job.progress_s)
+            progress = ProgressLog(step, self.stop, self.job.progress_s, self.metrics)
             try:
                 return self.group.generate(ids, self.job.n, step=step, on_progress=progress, lengths=lengths)
             except RankDied as error:
@@ -139,6 +152,8 @@ class _Steps:
                 _log.warning("%s; starting the ranks again, then step %d again", error, step)
                 with self.stop.at_once():
                     self.group.restart()
+                if self.metrics is not None:
+                    self.metrics.restarted()
 
     def _score(self, items: Sequence[ToScore]) -> Scores:
         assert self.scorer is not None
@@ -164,8 +179,8 @@ def job_of(config: RolloutConfig) -> JobSettings:
     """The job section. Raises BadInput without one."""
     if config.job is None:
         raise BadInput(
-            "the configuration has no job: section; see configs/deepmath_tiny_cpu.yaml, or give at least "
-            "--set job.out=FOLDER --set job.data.source=FILE"
+            "the configuration has no job: section; give --prompts FILE for rollouts of a file's questions, see "
+            "configs/deepmath_tiny_cpu.yaml for a job, or give at least --set job.out=FOLDER --set job.data.source=FILE"
         )
     return config.job
 
@@ -205,22 +220,23 @@ def ensure_tiny_model(model: str) -> None:
 def identity(config: RolloutConfig, source: StepSource) -> dict[str, Any]:
     """What must stay the same for steps to belong to one job."""
     settings = config.model_dump(mode="json", exclude=set(_FREE))
-    settings["engine"].pop("profile", None)
+    for name in ("profile", "collective_timeout_s"):
+        settings["engine"].pop(name, None)
     for name in _FREE_JOB:
         settings["job"].pop(name)
     return {"settings": settings, "questions": source.identity}
 
 
-def _start(config: RolloutConfig, stop: StopSignal) -> RolloutGroup:
-    from moebius.rollout.group import RolloutGroup
+def _start(config: RolloutConfig, stop: StopSignal) -> AnyGroup:
     from moebius.rollout.placement import connect
     from moebius.rollout.report_startup import startup_line
+    from moebius.rollout.start import start_group
 
     connect(config)
     stop.listen_again()
-    _log.info("starting %d ranks with %s", config.ranks, config.engine.model)
+    _log.info("%s", starting_line(config))
     with stop.at_once():
-        group = RolloutGroup(config)
+        group = start_group(config)
     _log.info("%s", startup_line(group.startup))
     return group
 

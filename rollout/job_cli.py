@@ -70,8 +70,9 @@ def run(named: dict[str, Any], config: Path, settings: list[str], *, fresh: bool
     from moebius.rollout.config import load_config
     from moebius.rollout.job import guarded, job_of, overrides
 
+    if not named.get("data.source"):  # what the command names would make a job of the default data set otherwise
+        job_of(load_config(config, settings))
     loaded = load_config(config, [*settings, *overrides(named)])
-    job_of(loaded)
     code = guarded(loaded, fresh=fresh)
     if code:
         raise typer.Exit(code)
@@ -86,6 +87,8 @@ def submit(
     from moebius.rollout.submit import submit_job
 
     chosen = [*settings, *overrides(named)]
+    if not named.get("data.source"):
+        job_of(load_config(config, settings))
     job = job_of(load_config(config, chosen))
     chosen += overrides({"out": str(out_folder(job))})  # relative to here, not to Ray's copy of this folder
     code = submit_job(config, chosen, fresh=fresh, address=address, wait=wait, echo=typer.echo)

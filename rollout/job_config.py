@@ -71,6 +71,9 @@ class JobSettings(_Part):
         "file of --capture-lengths for every step. deepmath: lengths drawn with the published statistics.",
     )
     restarts: int = Field(1, ge=0, description="How often the job starts its ranks again after one died.")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Serve metrics for Prometheus on this port of 127.0.0.1; 0: any free one."
+    )
     progress_s: float = Field(30, gt=0, description="Seconds between two lines about a running step.")
     tiny_model: bool = Field(
         False, description="Make a tiny random model in the folder engine.model if there is none, to try things out."

@@ -2,75 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import ray
-from ray.exceptions import RayActorError
-
-from moebius.engine.types import SampleKey, SamplePiece, SampleRequest, SampleResult, StepOutcome
+from moebius.engine.types import SampleKey, SamplePiece
 from moebius.rollout.backlog import PromptGroup, groups_of
-from moebius.rollout.batch import Prompt, to_sample
-from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
-from moebius.rollout.ranks import ProgressWatch
+from moebius.rollout.batch import Prompt
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.step_ranks import Look, StepOnRanks
+from moebius.rollout.stream import OnProgress
+from moebius.rollout.suspicion import Suspicion
 from moebius.rollout.types import Rollout, Sample, Sampling
 from moebius.rollout.worker import Progress
 
-if TYPE_CHECKING:
-    from moebius.rollout.group_steps import GroupSteps
-    from moebius.rollout.ranks import Ranks
-
 POLL_S = 0.01
+ABORT_S = 60.0  # for ranks to end a step after an abort
+_log = logging.getLogger(__name__)
 
 
-class OpenStep:
+class OpenStep(StepOnRanks):
     """Made by `RolloutGroup.open_step`; use it as a context manager, or call `close()`.
 
     Prompts get numbers in the order they are submitted, from 0. Sample seeds depend on the step, that number and the
     sample's index, as in `generate`. A sample that vLLM refuses comes back empty, with the finish reason "abort" and
     the reason as `stop_reason`. Samples that earlier steps have parked go on first. Not for several threads at once.
+
+    When ranks are lost, any of these calls may take as long as a start, and the step goes on where it was (see
+    `failures` in the configuration); `losses` tells of it. Pieces of streamed samples then begin at the first token.
     """
 
-    def __init__(
-        self,
-        group: GroupSteps,
-        ranks: Ranks,
-        serial: int,
-        step: int,
-        refs: dict[Any, int],
-        expected: int | None,
-        groups: Sequence[PromptGroup],
-        ranks_of: Mapping[SampleKey, int],
-    ) -> None:
-        self.step = step
-        self._expected = expected  # samples of the burst, until they are all submitted
-        self._group, self._ranks, self._serial, self._refs = group, ranks, serial, refs
-        # `groups` are those that it begins with: of earlier steps, or its own. `ranks_of`: where those of their samples
-        # that no rank has parked were sent.
-        self._prompts: list[PromptGroup] = [g for g in groups if g.step == step]
-        self._groups = {(g.step, g.prompt): g for g in groups}
-        self._load = [0] * len(ranks.handles)  # unfinished samples by rank that they were given to
-        self._sent = [0] * len(ranks.handles)  # samples submitted to each rank since it began
-        self._given: dict[SampleKey, int] = {}  # all samples of the step, and the ranks they were given to
-        self._resumed: dict[SampleKey, int] = {}  # those that were parked there
+    def __init__(self, *of_ranks: Any, expected: int | None = None, **more: Any) -> None:
+        """`expected`: samples of the burst; everything else is for `StepOnRanks`."""
+        super().__init__(*of_ranks, **more)
+        self._expected = expected  # until they are all submitted
         self._submitted = 0  # samples
-        self._results: list[list[SampleResult]] = [[] for _ in ranks.handles]
-        self._closed = self._released = False
-        self._pieces: list[SamplePiece] = []
-        self._fresh: list[tuple[SampleKey, Sample]] = []  # that `finished` has not told of
-        self._watch = ProgressWatch(ranks)
-        for prompts in groups:
-            parked = {key: prompts.ranks[key.sample] for key in prompts.missing if key.sample in prompts.ranks}
-            self._resumed |= parked
-            for key in prompts.missing:
-                self._give(key, parked[key] if key in parked else ranks_of[key])
-
-    def _give(self, key: SampleKey, rank: int) -> None:
-        self._given[key] = rank
-        self._load[rank] += 1
 
     def submit(
         self,
@@ -95,27 +64,30 @@ class OpenStep:
         self._collect()
         first = len(self._prompts)
         requests, ids = self._group.requests_of(prompts, n, sampling, self.step, first)
-        parts: list[list[SampleRequest]] = [[] for _ in self._load]
         if seeds is not None or stream:
             requests = [
                 replace(r, stream=stream, seed=r.seed if seeds is None else seeds[r.key.prompt - first][r.key.sample])
                 for r in requests
             ]
-        for group in groups_of(requests, ids, self.step, first):
-            self._prompts.append(group)
-            self._groups[(group.step, group.prompt)] = group
-        for request in requests:
-            rank = self._load.index(min(self._load))
-            self._give(request.key, rank)
-            parts[rank].append(request)
+        self._add(groups_of(requests, ids, self.step, first))
+        return list(range(first, len(self._prompts)))
+
+    def submit_groups(self, groups: Sequence[PromptGroup]) -> None:
+        """Add prompts that have requests, and numbers of their own, already; those of other steps, too."""
+        if self._closed:
+            raise GroupNotReady("this step is closed; open another one")
+        self._collect()
+        self._add(groups)
+
+    def _add(self, groups: Sequence[PromptGroup]) -> None:
+        self._prompts += [group for group in groups if group.step == self.step]
+        self._groups.update({(group.step, group.prompt): group for group in groups})
+        requests = [group.requests[key.sample] for group in groups for key in group.missing]
+        self._asked.update(request.key for request in requests)
         self._submitted += len(requests)
-        for handle, part in zip(self._ranks.handles, parts, strict=True):
-            if part:
-                handle.submit.remote(self._serial, part)
-        self._sent = [sent + len(part) for sent, part in zip(self._sent, parts, strict=True)]
+        self._submit(requests)
         if self._expected is not None and self._submitted >= self._expected:
             self.filled()
-        return list(range(first, len(self._prompts)))
 
     def finished(self) -> list[tuple[SampleKey, Sample]]:
         """Samples that ended since the last call, with their keys; does not wait for any.
@@ -159,13 +131,13 @@ class OpenStep:
     def filled(self) -> None:
         """The burst is in: few live samples mean the step's tail from now on."""
         self._ranks.tell("filled", self._serial)
-        self._expected = None
+        self._expected, self._is_filled = None, True
 
     def seal(self) -> None:
         """No more prompts will come: the step may end by itself. It must be closed or parked all the same."""
         self.filled()
-        for handle, sent in zip(self._ranks.handles, self._sent, strict=True):
-            handle.close_step.remote(self._serial, sent)
+        self._ends = "close_step"
+        self._tell_end()
 
     def progress(self) -> list[Progress]:
         """How far each rank is, by its last answer; does not wait for any."""
@@ -203,8 +175,7 @@ class OpenStep:
     def abort(self, prompts: Sequence[int] | None = None) -> None:
         """End all samples of these prompts (None: of all) with the tokens they have; does not wait."""
         own = None if prompts is None else set(prompts)
-        keys = None if own is None else [k for k in self._given if k.step == self.step and k.prompt in own]
-        self._ranks.tell("abort", self._serial, keys)
+        self._group.abort(None if own is None else [k for k in self.keys() if k.step == self.step and k.prompt in own])
 
     def close(self) -> list[Rollout]:
         """Wait for all samples, end the step and return all rollouts, in order. The group's `last_report` is then its.
@@ -231,85 +202,48 @@ class OpenStep:
             self.abort()
         self.close()
 
-    def _end(self, how: str) -> None:
+    def run(self, on_progress: OnProgress | None) -> list[Rollout]:
+        """As `close`, for a step that takes no more prompts; `on_progress` and time limit are those of `generate`."""
+        limit = self._group.config.step_timeout_s
+        started, aborted, tokens = time.monotonic(), False, 0
+        samples = sum(len(group.requests) for group in self._prompts)
+
+        def look(progress: Sequence[Progress]) -> None:
+            nonlocal aborted, tokens
+            seconds = time.monotonic() - started
+            if limit is not None and not aborted and seconds > limit:
+                _log.warning("step %d has run for step_timeout_s=%g: unfinished samples are ended", self.step, limit)
+                self.abort()
+                aborted = True
+            elif limit is not None and seconds > limit + ABORT_S:
+                raise RankDied(f"step {self.step} did not end {ABORT_S:.0f} s after its samples were aborted")
+            if on_progress:
+                mine = [p for p in progress if p.serial == self._serial]
+                tokens = max(tokens, sum(p.tokens for p in mine))
+                live = mine[0] if mine else Progress()
+                on_progress(samples - len(self.keys()), samples, tokens, live.live, live.layout)
+
+        self._end("close_step", look)
+        if on_progress:
+            tokens = sum(len(sample.token_ids) for group in self._prompts for sample in group.samples.values())
+            on_progress(samples, samples, tokens, 0, self._layout)
+        return [group.rollout() for group in self._prompts]
+
+    def _end(self, how: str, look: Look | None = None) -> None:
         if self._closed:
             return
         self._closed = True
+        self._ends = how
         try:
-            for handle, sent in zip(self._ranks.handles, self._sent, strict=True):
-                getattr(handle, how).remote(self._serial, sent)
-            self._account()
+            self._tell_end()
+            self._account(look)
+        except MoebiusError:
+            raise
+        except BaseException:  # the caller broke off: end the step so that the group can go on
+            if not self._released:
+                self._suspicion = Suspicion()  # nothing is held back any more
+                self._tell_end()
+                self._group.interrupt(self._ranks, self._refs, f"step {self.step}")
+            raise
         finally:
             self._release()
-
-    def _account(self) -> None:
-        """Wait for the ranks, and see that every sample has either ended or is parked."""
-        outcomes: list[StepOutcome] = self._lost_if_failed(
-            lambda: self._ranks.gather(self._refs, what=f"step {self.step}", on_poll=lambda progress: None)
-        )
-        self._collect(running=False)
-        parked = {key: rank for rank, outcome in enumerate(outcomes) for key in outcome.parked}
-        missing = [k for group in self._groups.values() for k in group.missing if k not in parked]
-        if missing:
-            raise MoebiusError(f"step {self.step}: {', '.join(map(str, missing[:10]))} did not come back")
-        self._group.backlog.keep((g for g in self._groups.values() if g.missing), parked)
-        for outcome, results in zip(outcomes, self._results, strict=True):
-            outcome.results = results
-        self._group.report_step(*self._for_report(outcomes))
-
-    def _for_report(self, outcomes: list[StepOutcome]) -> tuple[list[StepOutcome], int, list[list[int]]]:
-        """Arguments of `report_step`. Prompts of earlier steps get numbers behind this step's own."""
-        older = [group for group in self._groups.values() if group.step != self.step]
-        numbers = {(g.step, g.prompt): len(self._prompts) + i for i, g in enumerate(older)}
-        for outcome in outcomes:
-            outcome.results = [
-                replace(r, key=r.key._replace(prompt=numbers.get((r.key.step, r.key.prompt), r.key.prompt)))
-                for r in outcome.results
-            ]
-        return outcomes, self.step, [group.ids for group in [*self._prompts, *older]]
-
-    def _collect(self, running: bool = True) -> list[SampleResult]:
-        """Take what has ended from all ranks."""
-        if self._released:
-            return []
-        if running and ray.wait(list(self._refs), timeout=0)[0]:  # a rank ends before the step is closed if it fails
-            self._lost_if_failed(lambda: self._ranks.gather(self._refs, what=f"step {self.step}"))
-        taken = self._lost_if_failed(
-            lambda: self._ranks.call("take_results", [(self._serial,)] * len(self._load), what="taking results")
-        )
-        found = []
-        for rank, arrived in enumerate(taken):
-            self._pieces += [piece for piece in arrived if isinstance(piece, SamplePiece)]
-            results = [result for result in arrived if isinstance(result, SampleResult)]
-            self._results[rank] += results
-            for result in results:
-                if result.finish_reason == "error":  # refused by vLLM, though it passed our checks
-                    result.finish_reason = "abort"
-                self._load[self._given[result.key]] -= 1
-                sample = to_sample(result)
-                self._groups[(result.key.step, result.key.prompt)].samples[result.key.sample] = sample
-                self._fresh.append((result.key, sample))
-                found.append(result)
-        return found
-
-    def _lost_if_failed(self, call: Callable[[], list[Any]]) -> list[Any]:
-        try:
-            return call()
-        except (MoebiusError, RayActorError) as error:
-            self._closed = True
-            self._release()
-            lost = error if isinstance(error, MoebiusError) else MoebiusError(str(error))
-            harmless = self._group.refusal(lost, self.step)
-            # What earlier steps have left is still with the ranks if nothing was started, and else drawn anew.
-            older = [group for group in self._groups.values() if group.step != self.step]
-            self._group.backlog.keep(older, self._resumed)
-            if harmless is not None:
-                raise harmless from error
-            self._group.step_lost(self._ranks, lost)
-            raise lost from error
-
-    def _release(self) -> None:
-        """Let the group serve other calls."""
-        if not self._released:
-            self._released = True
-            self._group.step_closed()

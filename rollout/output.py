@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moebius.rollout.errors import MoebiusError
+from moebius.rollout.report_replicas import lanes_words
 
 if TYPE_CHECKING:
+    from moebius.rollout.config import RolloutConfig
     from moebius.rollout.report_types import StepReport
     from moebius.rollout.types import Rollout
 
@@ -52,21 +55,45 @@ class StepProgress:
         self._progress.update(self._task, completed=done, total=total, tokens=tokens, live=live, layout=layout)
 
 
+def starting_line(config: RolloutConfig) -> str:
+    """What is being started."""
+    several = f"{config.replicas} replicas of " if config.replicas > 1 else ""
+    cores = os.cpu_count() or 1
+    slow = f" (more than this machine's {cores} cores: slow)" if config.total_ranks > cores and on_cpu(config) else ""
+    return f"starting {several}{config.ranks} ranks{slow} with {config.engine.model} ..."
+
+
+def on_cpu(config: RolloutConfig) -> bool:
+    """Whether ranks surely run on CPU; where Ray or the cluster decides, that is not known here."""
+    return config.device == "cpu" and config.ray_address is None
+
+
 def step_line(report: StepReport, extra: str = "") -> str:
     """One line about a step: its size, speed, switch, and seconds in each layout."""
     counts, seconds = report.counts, report.durations_s
     if report.switches:
         switch = report.switches[0]
-        switched = f"switch at {switch.live} live, pause {switch.pause_ms:.0f} ms"
+        more = f" and {len(report.switches) - 1} more" if report.lanes and len(report.switches) > 1 else ""
+        switched = f"switch at {switch.live} live, pause {switch.pause_ms:.0f} ms{more}"
     elif report.cancelled:
         switched = f"no switch ({report.cancelled[-1].reason})"
     else:
-        switched = "no switch"
+        switched = f"no switch{_why_not(report)}"
     line = (
         f"step {report.step}: {counts.prompts} prompts, {counts.samples} samples, {counts.output_tokens:,} tokens, "
         f"{report.tokens_per_s:,.0f} tokens/s | {switched} | burst {seconds.burst:.2f} s, tail {seconds.tail:.2f} s"
     )
-    return f"{line} | {extra}" if extra else line
+    lost = f"ranks lost {len(report.losses)} times" if report.losses else ""
+    return " | ".join(part for part in (line, lost, lanes_words(report), extra) if part)
+
+
+def _why_not(report: StepReport) -> str:
+    """Where live samples never fell to the threshold before all ended, that; else nothing."""
+    threshold = next((d.inputs["threshold"] for d in report.decisions if "threshold" in d.inputs), None)
+    live = [point.live for point in report.timeline if point.live]
+    if isinstance(threshold, int) and live and min(live) > threshold:
+        return f" (never fewer than {min(live)} live before the end, threshold {threshold})"
+    return ""
 
 
 class RunFolder:

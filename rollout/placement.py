@@ -38,7 +38,7 @@ def connect(config: RolloutConfig) -> None:
             ) from error
         return
     # CPUs are only Ray's bookkeeping: a small machine may run more ranks than it has cores.
-    cpus = max(os.cpu_count() or 1, math.ceil(config.ranks * config.cpus_per_rank))
+    cpus = max(os.cpu_count() or 1, math.ceil(config.total_ranks * config.cpus_per_rank))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray\.")  # about Ray's own next version
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,17 +18,20 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError, RankDied
+from moebius.rollout.marks import read_mark
 from moebius.rollout.placement import on_node, reserve
+from moebius.rollout.rank_setup import EngineInfo, RankHost, RankSetup
 from moebius.rollout.report_startup import RankStart, rank_start
 from moebius.rollout.shm import parse_ident, remove_own, start_ticks
-from moebius.rollout.worker import EngineError, EngineInfo, Progress, RankHost, RankSetup, RankWorker, actor_options
+from moebius.rollout.worker import EngineError, Progress, RankWorker, actor_options
 
 POLL_S = 0.2  # between looks at the ranks while a call runs
 PROGRESS_S = 0.5  # between questions for progress
-SILENT_S = 60.0  # a rank that does not answer for this long counts as dead
 GRACE_S = 5.0  # after one rank raised an error: for the others to raise theirs
 SHUTDOWN_S = 15.0  # for engines to close in order
+KILL_S = 3.0  # for Ray to end processes
 EXIT_S = 10.0  # for killed processes to be gone
+MARK_S = 2.0  # for another rank to say what a dead one did last
 
 _log = logging.getLogger(__name__)
 
@@ -33,22 +39,32 @@ OnPoll = Callable[[Sequence[Progress]], None]
 
 
 class RankError(MoebiusError):
-    """A rank raised `cause`. `by_all`: every rank answered, so none is left waiting for another."""
+    """A rank raised `cause`. `by_all`: every rank answered, so none is left waiting for another.
 
-    def __init__(self, message: str, cause: BaseException, by_all: bool) -> None:
+    `rank` is the one that failed, None if several did; `phase` what it did last, where that is known.
+    """
+
+    def __init__(
+        self, message: str, cause: BaseException, by_all: bool, rank: int | None = None, phase: str | None = None
+    ) -> None:
         super().__init__(message)
         self.cause = cause
         self.by_all = by_all
+        self.rank = rank
+        self.phase = phase
 
 
 class Ranks:
     """Started rank actors. Build with `Ranks.start`; `close` ends them, however they are."""
 
-    def __init__(self, handles: list[Any], placement: PlacementGroup | None) -> None:
+    def __init__(self, handles: list[Any], placement: PlacementGroup | None, silent_s: float = 60.0) -> None:
+        """A rank that does not answer for `silent_s` counts as dead."""
         self.handles = handles
+        self.silent_s = silent_s
         self.hosts: list[RankHost] = []
         self.ident = ""
         self.starts: list[RankStart] = []  # how each rank started
+        self._processes: dict[int, int | None] = {}  # pids on this machine, and their start times
         self._placement = placement
 
     @classmethod
@@ -65,7 +81,7 @@ class Ranks:
             options = actor_options(device, config.cpus_per_rank)
             where = [PlacementGroupSchedulingStrategy(placement, rank) for rank in range(config.ranks)]
         handles = [actor.options(**options, scheduling_strategy=at).remote(rank) for rank, at in enumerate(where)]
-        ranks = cls(handles, placement)
+        ranks = cls(handles, placement, config.failures.silent_s)
         try:
             return ranks, ranks._build_engines(config, device, deadline)
         except BaseException:
@@ -77,6 +93,8 @@ class Ranks:
             return max(1.0, deadline - time.monotonic())
 
         self.hosts = self.call("host", what="start-up", timeout_s=left())
+        here = ray.get_runtime_context().get_node_id()
+        self._processes = {host.pid: start_ticks(host.pid) for host in self.hosts if host.node == here}
         devices = [device_id for host in self.hosts for device_id in host.devices]
         if config.place is not None:
             devices = config.place.devices
@@ -111,7 +129,7 @@ class Ranks:
         """Answers in rank order. `what` names the call in errors; `on_poll` gets every rank's progress as it runs.
 
         Raises:
-            RankDied: a rank's process ended, was silent for SILENT_S (only with `on_poll`), or the time ran out.
+            RankDied: a rank's process ended, was silent for `silent_s` (only with `on_poll`), or the time ran out.
             RankError: a rank raised an error.
         """
         pending = dict(refs)
@@ -126,7 +144,7 @@ class Ranks:
                 try:
                     answers[rank] = ray.get(ref)
                 except RayActorError as error:
-                    raise RankDied(self._obituary(rank, what, error), rank=rank) from error
+                    raise self._dead(rank, self._obituary(rank, what, error)) from error
                 except RayTaskError as error:
                     errors[rank] = error.cause if error.cause is not None else error
                     deadline = min(deadline or float("inf"), time.monotonic() + GRACE_S)
@@ -135,20 +153,21 @@ class Ranks:
                 on_poll(watch.look())
                 silent = watch.silent(now)
                 if silent is not None:
-                    words = f"rank {silent} gave no sign of life for {SILENT_S:.0f} s during {what}"
-                    raise RankDied(words + self._log(silent), rank=silent)
+                    words = f"rank {silent} gave no sign of life for {self.silent_s:.0f} s during {what}"
+                    raise self._dead(silent, words)
             if pending and deadline is not None and now > deadline:
                 break
         if errors:
             rank = min(errors)
             cause = errors[rank]
             kind = "" if isinstance(cause, EngineError) else f"{type(cause).__name__}: "
-            message = f"rank {rank} failed during {what}: {kind}{cause}{self._log_path(rank)}"
-            raise RankError(message, cause, by_all=not pending) from cause
+            phase = self.phase(rank)
+            message = f"rank {rank} failed during {what}{_in(phase)}: {kind}{cause}{self._log_path(rank)}"
+            alone = rank if len(errors) == 1 else None
+            raise RankError(message, cause, not pending, alone, phase) from cause
         if pending:
             late = sorted(pending.values())
-            words = f"ranks {late} did not end {what} in time ({timeout_s or 0:.0f} s)"
-            raise RankDied(words + self._log(late[0]), rank=late[0])
+            raise self._dead(late[0], f"ranks {late} did not end {what} in time ({timeout_s or 0:.0f} s)")
         return [answers[rank] for rank in sorted(answers)]
 
     def tell(self, method: str, *args: Any) -> None:
@@ -173,19 +192,47 @@ class Ranks:
             remove_own(ident)
 
     def _wait_for_exit(self) -> None:
-        """Until the processes are gone, where that can be seen: only then are their devices and memory free."""
-        here = ray.get_runtime_context().get_node_id()
-        deadline = time.monotonic() + EXIT_S
-        while any(host.node == here and start_ticks(host.pid) is not None for host in self.hosts):
-            if time.monotonic() > deadline:
-                _log.warning("processes %s have not ended %g s after being killed", [h.pid for h in self.hosts], EXIT_S)
+        """Until the processes are gone, where that can be seen: only then are their devices and memory free.
+
+        Ray asks a process to end; one that is stopped, or hangs, has to be killed.
+        """
+        begun = time.monotonic()
+        while left := [pid for pid, ticks in self._processes.items() if ticks and start_ticks(pid) == ticks]:
+            waited = time.monotonic() - begun
+            if waited > EXIT_S:
+                _log.warning("processes %s have not ended %g s after being killed", left, EXIT_S)
                 return
+            if waited > KILL_S:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or not ours to kill
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
+
+    def phase(self, rank: int) -> str | None:
+        """What a rank did last, dead or alive; None where that cannot be seen."""
+        if (mark := read_mark(self.ident, rank)) is not None:
+            return mark.phase
+        here = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        if not self.hosts or self.hosts[rank].node == here:
+            return None
+        # The ranks' machine is another: whichever of them still answers can look there.
+        asked = [handle.phase_of.remote(rank) for other, handle in enumerate(self.handles) if other != rank]
+        for ref in ray.wait(asked, num_returns=len(asked), timeout=MARK_S)[0]:
+            try:
+                found: str | None = ray.get(ref)
+                return found
+            except (RayActorError, RayTaskError):  # it has died, too
+                continue
+        return None
+
+    def _dead(self, rank: int, words: str) -> RankDied:
+        phase = self.phase(rank)
+        return RankDied(f"{words}{_in(phase)}{self._log(rank)}", rank=rank, phase=phase)
 
     def _obituary(self, rank: int, what: str, error: RayActorError) -> str:
         if not self.hosts:  # it never came up, and Ray knows why
             return f"the process of rank {rank} ended during {what}: {error}"
-        return f"the process of rank {rank} (pid {self.hosts[rank].pid}) ended during {what}{self._log(rank)}"
+        return f"the process of rank {rank} (pid {self.hosts[rank].pid}) ended during {what}"
 
     def _log_path(self, rank: int) -> str:
         log_file = self.hosts[rank].log_file if self.hosts else None
@@ -202,11 +249,15 @@ class Ranks:
         return path + "".join(f"\n  | {line}" for line in told[-5:])
 
 
+def _in(phase: str | None) -> str:
+    return f", in {phase}" if phase else ""
+
+
 class ProgressWatch:
     """Asks every rank for progress without ever waiting for an answer."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._handles = ranks.handles
+        self._handles, self._silent_s = ranks.handles, ranks.silent_s
         self._latest = [Progress() for _ in self._handles]
         self._asked: dict[Any, int] = {}
         self._answered = [time.monotonic()] * len(self._handles)
@@ -233,5 +284,5 @@ class ProgressWatch:
         return list(self._latest)
 
     def silent(self, now: float) -> int | None:
-        """A rank that has not answered for SILENT_S, if there is one."""
-        return next((rank for rank, t in enumerate(self._answered) if now - t > SILENT_S), None)
+        """A rank that has not answered for `silent_s`, if there is one."""
+        return next((rank for rank, t in enumerate(self._answered) if now - t > self._silent_s), None)

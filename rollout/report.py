@@ -12,7 +12,9 @@ from typing import get_args
 from moebius.engine.costs import CostModel
 from moebius.engine.types import SampleKey, SampleResult, StepOutcome, StepStats, SwitchRecord
 from moebius.rollout.errors import BadInput, MoebiusError, validate
+from moebius.rollout.failure_types import Loss
 from moebius.rollout.hindsight import static_times
+from moebius.rollout.report_drafts import drafts_entry
 from moebius.rollout.report_startup import RankStart
 from moebius.rollout.report_types import (
     CancelledEntry,
@@ -20,9 +22,11 @@ from moebius.rollout.report_types import (
     DecisionEntry,
     Durations,
     FinishReason,
+    LossEntry,
     Phases,
     SampleEntry,
     SampleTimes,
+    StaticTimes,
     StepReport,
     SwitchEntry,
 )
@@ -45,13 +49,16 @@ def build_report(
     costs_from: str = "",
     versions: Mapping[str, str] | None = None,
     created: datetime | None = None,
+    losses: Sequence[Loss] = (),
 ) -> StepReport:
     """The report of a step from the outcomes of all its ranks, in any order.
 
     `prompt_tokens[i]` is the length of prompt i in tokens. `startup` belongs to the first report after a start.
     `costs`, and words about where they come from, say what static layouts would have taken. `versions` and `created`
-    default to what is installed and to now. Raises BadInput when a rank is missing or double, a sample is double or its
-    prompt has no length, and MoebiusError when the ranks tell of different switches.
+    default to what is installed and to now. `losses` are those of the step: times are then of its last start.
+
+    Raises BadInput when a rank is missing or double, a sample is double or its prompt has no length, and MoebiusError
+    when the ranks tell of different switches.
     """
     stats = sorted((outcome.stats for outcome in outcomes), key=lambda s: s.rank)
     if not stats or [s.rank for s in stats] != list(range(stats[0].world_size)):
@@ -64,7 +71,7 @@ def build_report(
     output_tokens = sum(sample.output_tokens for sample in samples)
     iterations = stats[0].iterations
     # Samples of earlier steps bring tokens of those; parked ones keep theirs.
-    whole = not any(s.resumed or s.parked for s in stats)
+    whole = not losses and not any(s.resumed or s.parked for s in stats)
     sampled = output_tokens if whole else sum(iteration.tokens for iteration in iterations)
     report = StepReport(
         step=step,
@@ -84,6 +91,17 @@ def build_report(
             finish_reasons={reason: reasons[reason] for reason in get_args(FinishReason)},
         ),
         samples=samples,
+        losses=[
+            LossEntry(
+                why=loss.why,
+                rank=loss.rank,
+                phase=loss.phase,
+                seconds=loss.seconds,
+                replayed=loss.replayed,
+                given_up=[list(place) for place in loss.given_up],
+            )
+            for loss in losses
+        ],
         sample_times=_times(results),
         timeline=thin(points(iterations)),
         durations_s=durations,
@@ -99,9 +117,14 @@ def build_report(
         iteration_ms=percentiles(iterations),
         update_weights_s=update_weights_s,
         return_reshard_ms=max(s.return_reshard_ms for s in stats),
+        drafts=drafts_entry(stats[0].drafts, results, durations.tail),
         startup=None if startup is None else list(startup),
     )
-    return report.model_copy(update={"counterfactual": static_times(report, costs, costs_from)})
+    if losses:  # its times are of a part of the samples only
+        static = StaticTimes(reason="ranks were lost during the step")
+    else:
+        static = static_times(report, costs, costs_from)
+    return report.model_copy(update={"counterfactual": static})
 
 
 def installed_versions() -> dict[str, str]:

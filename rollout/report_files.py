@@ -14,8 +14,10 @@ from rich.table import Table
 
 from moebius.rollout.cost_files import load_costs
 from moebius.rollout.hindsight import SHARES, end_to_end
+from moebius.rollout.report_drafts import drafts_words
 from moebius.rollout.report_html import hindsight, load_reports, write_html
 from moebius.rollout.report_parts import LAYOUTS, NONE, seconds
+from moebius.rollout.report_replicas import lane_table, last_with_lanes
 from moebius.rollout.report_run import decoding, medians, sums
 from moebius.rollout.report_types import Layout, Phases, StepReport
 from moebius.rollout.svg import short
@@ -28,7 +30,7 @@ STEP_FIELDS = (
 )  # fmt: skip
 SWITCH_FIELDS = (
     "step", "to", "iteration", "t", "live", "kv_tokens", "pause_ms", *(f"{name}_ms" for name in PHASES),
-    "expert_bytes", "kv_bytes", "kv_use_before", "kv_use_after",
+    "expert_bytes", "kv_bytes", "kv_use_before", "kv_use_after", "replica",
 )  # fmt: skip
 _COLOURS = {"burst": "#2f74d0", "switch": "#a63d8f", "tail": "#d9822b", "other": "#a9b1be"}
 _BY_LAYOUT: dict[Layout, str] = {"EP": _COLOURS["burst"], "TP": _COLOURS["tail"]}
@@ -58,6 +60,12 @@ def report_run(
     write_csv(directory / "report.csv", STEP_FIELDS, steps)
     write_csv(directory / "report_switches.csv", SWITCH_FIELDS, _switch_rows(reports))
     console.print(summary(reports))
+    if (shared := last_with_lanes(reports)) is not None:
+        console.print(lane_table(shared))
+    for report in reports:
+        if report.drafts is not None:
+            line = f"step {report.step}, {drafts_words(report.drafts)}"
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
     if static:
         measured, ep, tp = sums(static)
         line = f"by the costs: static EP {seconds(ep)}, static TP {seconds(tp)}; measured {seconds(measured)}"

@@ -12,7 +12,8 @@ import numpy as np
 from moebius.engine.costs import CostModel
 from moebius.rollout import report_run
 from moebius.rollout.errors import BadInput
-from moebius.rollout.hindsight import Counterfactual, counterfactual, told
+from moebius.rollout.hindsight import Counterfactual, told
+from moebius.rollout.report_lanes import in_hindsight
 from moebius.rollout.report_parts import LAYOUTS, NONE, card, fitted, legend, parts_of, seconds, table
 from moebius.rollout.report_startup import RankStart
 from moebius.rollout.report_step import step_card
@@ -61,7 +62,9 @@ def hindsight(reports: Sequence[StepReport], costs: CostModel | None) -> dict[in
             f"--costs: {costs.source or 'the costs'} hold no switch, which the best single switch needs: calibrate "
             "again with `moebius calibrate`"
         )
-    return {r.step: counterfactual(r, costs) for r in reports if r.counts.output_tokens}
+    # What a lost replica had drawn is in no timeline.
+    whole = [r for r in reports if r.counts.output_tokens and not any(lane.lost for lane in r.lanes)]
+    return {r.step: in_hindsight(r, costs) for r in whole}
 
 
 def page(reports: Sequence[StepReport], costs: CostModel | None = None, share: float | None = None) -> str:
@@ -167,7 +170,7 @@ def _overview(reports: Sequence[StepReport]) -> str:
 
 
 def _table(reports: Sequence[StepReport]) -> str:
-    heads = ["step", "policy", "samples", "output tokens", "tok/s"]
+    heads = ["step", "weights", "samples", "output tokens", "tok/s"]
     heads += ["total s", "burst s", "switch s", "tail s", "other s"]
     heads += ["switch at live", "pause ms", "EP p50 ms", "TP p50 ms", "update s", "aborted"]
     rows = []

@@ -35,6 +35,14 @@ def phase_bars(phases_ms: Mapping[str, float], label: str, x_label: str) -> str:
     return stacked_bars(rows, label=label, x_label=x_label, left=72, row_height=17.5)
 
 
+PHASES_NOTE = "grey: samples still decode; docs/switching.md explains the phases"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number with its noun: 1 step, 2 steps."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 def legend(entries: Sequence[tuple[str, str]] | None = None) -> str:
     """Colours (css class, name); by default those of the parts of a step."""
     entries = [(PART_CSS[part], PART_NAMES[part]) for part in PARTS] if entries is None else entries

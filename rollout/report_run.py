@@ -12,12 +12,15 @@ import numpy.typing as npt
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout as EngineLayout
 from moebius.rollout.hindsight import SHARES, Counterfactual, end_to_end
+from moebius.rollout.report_lanes import views
 from moebius.rollout.report_lifelines import prefill_points
 from moebius.rollout.report_parts import (
     LAYOUTS,
     NONE,
     PART_CSS,
+    PHASES_NOTE,
     card,
+    counted,
     figure,
     fitted,
     fold,
@@ -30,6 +33,7 @@ from moebius.rollout.report_parts import (
 from moebius.rollout.report_types import Layout, Phases, StepReport, SwitchEntry
 from moebius.rollout.svg import Mark, Part, lines, short, stacked_bars
 
+_BY_LAYOUT = (("ep", "EP"), ("tp", "TP"))
 DOTS = 260  # iterations drawn per layout
 ROWS = 40  # bars in a chart with one bar per step or switch
 TABLE_ROWS = 100
@@ -67,7 +71,8 @@ def decoding(reports: Sequence[StepReport], layout: Layout) -> list[tuple[float,
     return [
         (p.tokens / p.iterations, p.iteration_ms, p.iterations)
         for r in reports
-        for p in r.timeline[prefill_points(r) :]
+        for view in views(r)
+        for p in view.timeline[prefill_points(view) :]
         if p.layout == layout and p.tokens
     ]
 
@@ -117,20 +122,20 @@ def iteration_card(reports: Sequence[StepReport], costs: CostModel | None) -> st
             series.append((f"{css} dashed", [(_log(x), float(y)) for x, y in zip(lives, modelled, strict=True)]))
         note += f"; dashed: costs at a context of {context:,.0f}, which cross at {costs.threshold(context):,} live"
     elif at is None:
-        note += "; the layouts did not run at common live counts, or do not cross there (moebius report --costs)"
+        note += "; where the layouts cross is not seen here, moebius report --costs shows it from measured costs"
     marks = [] if at is None else [Mark(_log(at), _log(at), f"cross at {at:,.0f}", "note")]
     octaves = range(int(np.log2(max(2.0, top))) + 1)
     step = 2 if len(octaves) > 9 else 1
     chart = lines(
         series,
         marks=marks,
-        x_label="live samples (logarithmic)",
+        x_label="samples that decoded (logarithmic)",
         label="Iteration time against live samples",
         x_top=_log(max(2.0, top)),
         y_top=y_top,
         x_ticks=[(float(i), short(2**i)) for i in octaves[::step]],
     )
-    return figure("Iteration ms against live samples", chart, note)
+    return figure("Iteration ms against samples that decoded", legend(_BY_LAYOUT) + chart, note)
 
 
 def _log(live: float) -> float:
@@ -155,18 +160,20 @@ def switch_card(reports: Sequence[StepReport]) -> str:
         phases = [s.phases_ms.model_dump() for s in own]
         medians_ms = {name: statistics.median(found[name] for found in phases) for name in Phases().model_dump()}
         pause = statistics.median(s.pause_ms for s in own)
-        note = f"median of {len(own)}; pause {pause:,.1f} ms" if len(own) > 1 else f"one switch; pause {pause:,.1f} ms"
+        note = (f"median of {len(own)}" if len(own) > 1 else "one switch") + f"; pause {pause:,.1f} ms; {PHASES_NOTE}"
         chart = phase_bars(medians_ms, f"Phases of switches to {to}", "ms")
         figures.append(figure(f"Phases of a switch to {to}", chart, note))
     kv = []
     for step, s in found[-ROWS // 2 :]:
         for css, use in (("before", s.kv_use_before), ("after", s.kv_use_after)):
-            name = f"{step} to {s.to}" if css == "before" else ""
+            name = f"step {step}, to {s.to}" if css == "before" else ""
             kv.append((name, [Part(100 * use, css, f"{css}: {100 * use:.1f} %")], f"{100 * use:.0f} %"))
-    chart = stacked_bars(kv, label="KV pages in use", x_label="% of KV pages in use, fullest rank", row_height=13)
+    chart = stacked_bars(
+        kv, label="KV pages in use", x_label="% of KV pages in use, fullest rank", row_height=13, left=84
+    )
     body = legend((("before", "before the switch"), ("after", "after it"))) + chart
     shown = f", the last {ROWS // 2} shown" if len(found) > ROWS // 2 else ""
-    figures.append(figure("KV use at switches", body, f"{len(found)} switches by step{shown}"))
+    figures.append(figure("KV use at switches", body, f"{counted(len(found), 'switch', 'es')} by step{shown}"))
     return card("Switches", f'<div class="charts">{"".join(figures)}</div>{fold("All switches", _switch_table(found))}')
 
 

@@ -7,6 +7,7 @@ from html import escape
 
 import numpy as np
 
+from moebius.rollout.report_drafts import drafts_words
 from moebius.rollout.report_lifelines import lifelines, spans
 from moebius.rollout.report_parts import (
     PART_CSS,
@@ -20,6 +21,7 @@ from moebius.rollout.report_parts import (
     size,
     table,
 )
+from moebius.rollout.report_replicas import lane_charts, lanes_section
 from moebius.rollout.report_types import DecisionEntry, StepReport, SwitchEntry, TimelinePoint
 from moebius.rollout.svg import (
     Band,
@@ -47,6 +49,7 @@ def step_card(report: StepReport, limit: int, *, is_open: bool) -> str:
     drawn, note = lifeline_drawing(report)
     charts = [
         figure("Live samples", live_drawing(report, limit), "over all ranks, after each iteration"),
+        *lane_charts(report),
         figure("Output tokens per second", _rate_chart(series, _marks(report), _end(report)), "over all ranks"),
         figure("Sample lifelines", drawn, note),
         *_arrivals(report),
@@ -58,14 +61,20 @@ def step_card(report: StepReport, limit: int, *, is_open: bool) -> str:
     ]
     row = [("", parts_of(report), "")]
     bar = fitted(lambda width: stacked_bars(row, label="Time by part", x_label="seconds", left=8, width=width))
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in report.counts.finish_reasons.items() if count)
+    reasons = ", ".join(f"{count:,} by {reason}" for reason, count in report.counts.finish_reasons.items() if count)
     refused = "".join(f"<li>at {c.t:.2f} s with {c.live} live: {escape(c.reason)}</li>" for c in report.cancelled)
+    lost = "".join(
+        f"<li>{escape(loss.why)}; after {loss.seconds:.1f} s {loss.replayed:,} samples were drawn anew</li>"
+        for loss in report.losses
+    )
     return (
         f'<details class="card"{" open" if is_open else ""}><summary><h2>Step {report.step}</h2>'
         f"<span>{seconds(report.durations_s.total)} · {short(report.tokens_per_s)} tok/s · "
-        f"{report.counts.samples:,} samples ({escape(reasons)})</span></summary>{legend()}{bar}"
-        f'<div class="charts">{"".join(charts)}</div>'
+        f"{report.counts.samples:,} samples (ended {escape(reasons)})</span></summary>{legend()}{bar}"
+        f'{lanes_section(report)}<div class="charts">{"".join(charts)}</div>'
+        + (f"<h3>Ranks lost, and started again</h3><ul>{lost}</ul>" if lost else "")
         + (f"<h3>Switches refused</h3><ul>{refused}</ul>" if refused else "")
+        + (f'<p class="note">{escape(drafts_words(report.drafts))}</p>' if report.drafts else "")
         + _decisions(report.decisions)
         + f"<footer>{escape(report.created)} · policy version {report.policy_version}</footer></details>"
     )
@@ -168,6 +177,8 @@ def trailing_rates(series: Sequence[TimelinePoint], window_s: float) -> list[flo
 
 def lifeline_drawing(report: StepReport) -> tuple[str, str]:
     """A line per sample from begin to end in the colours of the layouts, and a note about it; empty where unknown."""
+    if report.lanes and report.sample_times is None:
+        return "", "not drawn: a replica was lost, and with it the times of its samples"
     found, total = lifelines(report), len(report.samples)
     if found is None:
         why = "not drawn: samples joined while the step ran, and the report has no times by sample"
@@ -195,7 +206,8 @@ def lifeline_drawing(report: StepReport) -> tuple[str, str]:
     if report.ranks > 1:
         body.append(f'<text x="46" y="{bottom - 2:.1f}" text-anchor="end">rank {report.ranks - 1}</text>')
     number = f"{total:,} samples" if count == total else f"{count} of {total:,} samples"
-    return drawing(226.0, "Lifelines of samples", body), f"{number}; {found.note}"
+    colours = "; in the colour of EP as long as one replica was in it" if report.lanes else ""
+    return drawing(226.0, "Lifelines of samples", body), f"{number}; {found.note}{colours}"
 
 
 def _length_chart(report: StepReport) -> str:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from moebius.rollout.errors import BadInput, validate
+from moebius.rollout.report_drafts import DraftsEntry
 from moebius.rollout.report_startup import RankStart
 
 SCHEMA_VERSION = 1
 Layout = Literal["EP", "TP"]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "failed"]
 
 
 class _Part(BaseModel):
@@ -41,7 +42,7 @@ class SampleEntry(_Part):
     rank: int = Field(ge=0, description="Rank that admitted it.")
     prompt_tokens: int = Field(ge=0, description="Tokens of its prompt.")
     output_tokens: int = Field(ge=0, description="Tokens it got.")
-    finish_reason: FinishReason = Field(description="stop, length or abort.")
+    finish_reason: FinishReason = Field(description="stop, length, abort or failed.")
 
 
 class TimelinePoint(_Part):
@@ -103,6 +104,7 @@ class SwitchEntry(_Part):
     kv_bytes: int = Field(ge=0, description="KV bytes sent between ranks, summed over the ranks.")
     kv_use_before: float = Field(ge=0, le=1, description="Share of KV pages in use before, worst rank.")
     kv_use_after: float = Field(ge=0, le=1, description="Share of KV pages in use after, worst rank.")
+    replica: int | None = Field(None, ge=0, description="Replica whose switch it was; null: there is one group.")
 
 
 class CancelledEntry(_Part):
@@ -112,6 +114,7 @@ class CancelledEntry(_Part):
     t: float = Field(ge=0, description="Seconds since the step began.")
     live: int = Field(ge=0, description="Live samples then.")
     reason: str = Field(description="Why it was refused.")
+    replica: int | None = Field(None, ge=0, description="Replica that refused; null: there is one group.")
 
 
 class DecisionEntry(_Part):
@@ -121,6 +124,18 @@ class DecisionEntry(_Part):
     reason: str = Field(description="Why.")
     outcome: str = Field(description="switched, cancelled, or empty when nothing was to be done.")
     inputs: dict[str, float | int | str] = Field(description="The numbers it rests on.")
+    replica: int | None = Field(None, ge=0, description="Replica whose policy it was; null: there is one group.")
+
+
+class LossEntry(_Part):
+    """The ranks were lost during the step, and started again; all else in the report is of the last start."""
+
+    why: str = Field(description="The error, one line.")
+    rank: int | None = Field(description="Rank that is to blame, where that is known.")
+    phase: str | None = Field(description="What it did then, likewise.")
+    seconds: float = Field(ge=0, description="From when it was seen until the new ranks were ready.")
+    replayed: int = Field(ge=0, description="Samples that were drawn anew.")
+    given_up: list[list[int]] = Field(description="[step, prompt] of prompts that were not tried again.")
 
 
 class SampleTimes(_Part):
@@ -161,6 +176,31 @@ class Percentiles(_Part):
     count: int = Field(ge=1, description="Iterations.")
 
 
+class Lane(_Part):
+    """One replica's part of a step; its switches, refusals and decisions are in the step's lists, its samples by rank.
+
+    Seconds are since the replica began, which is `began_s` after the step did.
+    """
+
+    replica: int = Field(ge=0, description="Number of the replica.")
+    node: str = Field(description="Ray's id of its node.")
+    ranks: int = Field(ge=1, description="Its ranks: replica * ranks is the number of its first one.")
+    began_s: float = Field(ge=0, description="When it began, in seconds since the first replica did.")
+    prompts: int = Field(ge=0, description="Prompts it was given.")
+    later: int = Field(ge=0, description="Of them, taken from the shared queue after it had begun.")
+    samples: int = Field(ge=0, description="Samples that ended on it.")
+    output_tokens: int = Field(ge=0, description="Tokens of these samples.")
+    resumed: int = Field(0, ge=0, description="Samples of earlier steps that it went on with.")
+    parked: int = Field(0, ge=0, description="Samples that it has left unfinished.")
+    durations_s: Durations | None = Field(description="Seconds by part; null: it was lost.")
+    idle_s: float | None = Field(None, ge=0, description="Within other: from its last sample's end to the step's end.")
+    timeline: list[TimelinePoint] = Field(description="Its iterations, thinned to 512 points over all replicas.")
+    tokens_per_s: float = Field(ge=0, description="Tokens that it sampled by its total.")
+    iteration_ms: dict[Layout, Percentiles] = Field(description="Iteration durations by layout used.")
+    counterfactual: StaticTimes = Field(StaticTimes(), description="What static layouts would have taken for its part.")
+    lost: str | None = Field(None, description="Why its ranks were lost; its unfinished prompts went to others.")
+
+
 class StepReport(_Part):
     """What one rollout step did and how long each part took."""
 
@@ -168,7 +208,7 @@ class StepReport(_Part):
     step: int = Field(ge=0, description="Number of the step.")
     policy_version: int = Field(ge=0, description="Version of the weights.")
     model: str = Field(description="Model as configured.")
-    ranks: int = Field(ge=1, description="Ranks of the switch group.")
+    ranks: int = Field(ge=1, description="Ranks of the switch group, or of all replicas together.")
     device: str = Field(description="cpu or cuda.")
     created: str = Field(description="When the report was made, ISO 8601 in UTC.")
     versions: dict[str, str] = Field(description="Versions of python and, where installed, torch, vllm and ray.")
@@ -179,6 +219,7 @@ class StepReport(_Part):
     switches: list[SwitchEntry] = Field(description="Switches with live requests.")
     cancelled: list[CancelledEntry] = Field(description="Switches that were refused.")
     decisions: list[DecisionEntry] = Field(default=[], description="What the switch policy decided and why.")
+    losses: list[LossEntry] = Field(default=[], description="Times that ranks were lost and started again.")
     sample_times: SampleTimes | None = Field(None, description="When each sample came and ended; null: not recorded.")
     counterfactual: StaticTimes = Field(StaticTimes(), description="What static layouts would have taken.")
     tokens_per_s: float = Field(
@@ -194,6 +235,8 @@ class StepReport(_Part):
     startup: list[RankStart] | None = Field(
         None, description="How each rank started, in the first report after a start; null in all others."
     )
+    drafts: DraftsEntry | None = Field(None, description="Speculative decoding in TP; null: it is off.")
+    lanes: list[Lane] = Field(default=[], description="Each replica's part; empty where there is one group.")
 
     def write(self, directory: str | Path) -> Path:
         """Write step_NNNN.json into `directory`, made if missing; returns its path. Readers never see half a file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moebius.rollout.errors import BadInput
+from moebius.rollout.server_errors import is_loopback
 
 if TYPE_CHECKING:
     from moebius.rollout.config import RolloutConfig
@@ -56,11 +56,12 @@ def serve(
     except ImportError as error:
         raise BadInput(f"moebius serve needs {error.name}: pip install -e '.[serve]'") from error
 
-    from moebius.rollout.group import RolloutGroup
+    from moebius.rollout.output import starting_line
     from moebius.rollout.service import RolloutService
+    from moebius.rollout.start import start_group
 
-    typer.echo(f"starting {settings.ranks} ranks with {settings.engine.model} ...")
-    with listen(host, port) as sock, RolloutGroup(settings) as group, stopped_by_signals():
+    typer.echo(starting_line(settings))
+    with listen(host, port) as sock, start_group(settings) as group, stopped_by_signals():
         app = make_app(RolloutService(group), model_name=model_name, token=token)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S))
         where = f"[{host}]" if ":" in host else host
@@ -126,13 +127,3 @@ def check_exposure(host: str, token: str | None) -> None:
             f"--host {host}: anyone who reaches it could use this server; give a token (--token-file, or "
             f"${TOKEN_VARIABLE}), or listen on 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -63,8 +63,8 @@ def _state_routes(app: FastAPI, service: RolloutService, metrics: Metrics) -> No
 
     @app.get("/get_world_size")
     async def get_world_size(include_dp: bool = True) -> dict[str, int]:
-        """Ranks of the group, all of which take part in weight transfer."""
-        return {"world_size": config.ranks}
+        """Ranks of all replicas; all take part in weight transfer."""
+        return {"world_size": config.total_ranks}
 
     @app.get("/server_info")
     async def server_info(config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _state_routes(app: FastAPI, service: RolloutService, metrics: Metrics) -> No
                 "max_model_len": service.group.max_model_len,
                 "logprobs_mode": engine.logprobs_mode,
             },
-            "parallel_config": {"world_size": config.ranks, "data_parallel_size": 1},
+            "parallel_config": {"world_size": config.total_ranks, "data_parallel_size": 1},
             "weight_transfer_config": {"backend": "nccl" if service.group.device == "cuda" else "gloo"},
             "lora_config": None,
         }

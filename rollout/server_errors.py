@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, QueueFull, unknown_key
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 BODY_LIMIT = 64 << 20  # bytes
 OPEN_PATHS = ("/health", "/ping")  # need no token
 _KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error",
     413: "invalid_request_error", 429: "rate_limit_error", 503: "service_unavailable_error",
 }  # fmt: skip
 
@@ -96,19 +99,28 @@ def add_handlers(app: FastAPI, fields_of: Callable[[str], list[str]]) -> None:
 
 
 class Gate:
-    """ASGI middleware: asks for the bearer token, and refuses bodies above BODY_LIMIT."""
+    """ASGI middleware: asks for the bearer token, and refuses bodies above BODY_LIMIT.
+
+    Without a token, only programs of this machine are served: not a browser's page from elsewhere, which could send
+    requests to a loopback address, too (it names its origin), or reach it under a name of its own (DNS rebinding).
+    """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self.app, self._token = app, None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve, or refuse."""
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
+        if scope["type"] != "http":
+            return  # there is nothing but HTTP
         headers = {name.lower(): value for name, value in scope["headers"]}
         if self._token is not None and scope["path"] not in OPEN_PATHS and not self._knows(headers):
             await _answer(send, 401, "give the server's token: Authorization: Bearer TOKEN", b"Bearer")
+            return
+        if self._token is None and not _from_here(headers):
+            await _answer(send, 403, "without a token this server answers only programs of its own machine; give one")
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > BODY_LIMIT:
@@ -120,6 +132,28 @@ class Gate:
         assert self._token is not None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._token)
+
+
+def _from_here(headers: dict[bytes, bytes]) -> bool:
+    """Whether the request was sent to a loopback address by that name, and not by a page from elsewhere."""
+    host, origin = headers.get(b"host", b"localhost").decode("latin-1"), headers.get(b"origin")
+    try:
+        names = [urlsplit(f"//{host}").hostname]
+        if origin is not None:
+            names.append(urlsplit(origin.decode("latin-1")).hostname)
+    except ValueError:
+        return False
+    return all(name is not None and is_loopback(name) for name in names)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class _Limited:

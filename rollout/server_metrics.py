@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from moebius.rollout.service import RolloutService
+    from moebius.rollout.service_types import ServiceStats
+    from moebius.rollout.start import AnyGroup
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 _REASONS = ("stop", "length", "abort")
 
 
+class Source(Protocol):
+    """What is shown: a service, or a job."""
+
+    @property
+    def group(self) -> AnyGroup:
+        """Its ranks."""
+
+    def stats(self) -> ServiceStats:
+        """What it does and has done."""
+
+
 class Metrics:
     """What /metrics shows. `latency` and `first_token` are observed by the routes, in seconds."""
 
-    def __init__(self, service: RolloutService) -> None:
+    def __init__(self, service: Source) -> None:
         from prometheus_client import CollectorRegistry, Counter, Histogram
 
         self.service = service
@@ -63,6 +75,7 @@ class Metrics:
             "ready": ("1 unless requests wait for weights, or can no longer be served.", float(_ready(stats))),
             "switch_pause_ms_max": ("Longest pause of a switch in ms.", stats.pause_ms_max),
             "weight_update_seconds_last": ("Duration of the last weight update.", stats.update_s),
+            "sampled_tokens": ("Tokens that the running step, or the last one, has sampled so far.", stats.step_tokens),
         }
         for name, (words, value) in gauges.items():
             yield GaugeMetricFamily(f"moebius_{name}", words, value=value)
@@ -96,9 +109,17 @@ class Metrics:
         for (to, phase), ms in sorted(stats.phase_ms.items()):
             phases.add_metric([to, phase], ms)
         yield phases
-        info = InfoMetricFamily("moebius_server", "Model and ranks.")
         config = self.service.group.config
-        info.add_metric([], {"model": config.engine.model, "ranks": str(config.ranks)})
+        if config.replicas > 1:
+            group: Any = self.service.group
+            words = "Switch groups that take prompts."
+            yield GaugeMetricFamily("moebius_replicas_in_service", words, value=len(group.in_service))
+            words = "Losses of single switch groups, which are started again."
+            yield CounterMetricFamily("moebius_replica_losses", words, value=group.losses)
+        info = InfoMetricFamily("moebius_server", "Model and ranks.")
+        info.add_metric(
+            [], {"model": config.engine.model, "ranks": str(config.ranks), "replicas": str(config.replicas)}
+        )
         yield info
 
 

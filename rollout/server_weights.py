@@ -38,6 +38,7 @@ class StartBody(_Body):
     """Body of /start_weight_update."""
 
     version: int | None = Field(None, ge=0, description="Policy version of the new weights; None: one more.")
+    is_checkpoint_format: Literal[True] = Field(True, description="Names and shapes are always those of checkpoints.")
 
 
 class UpdateInfo(_Body):
@@ -68,7 +69,7 @@ class UpdateBody(_Body):
 
 def weight_routes(app: FastAPI, service: RolloutService) -> None:
     """Add the routes. A start, any number of updates and a finish are one update, all or nothing."""
-    ranks = service.group.config.ranks
+    ranks = service.group.config.total_ranks
     backend: Literal["nccl", "gloo"] = "nccl" if service.group.device == "cuda" else "gloo"
     joined = False
 

@@ -25,9 +25,9 @@ from moebius.rollout.service_types import Delta, Mode, ServiceSettings, ServiceS
 from moebius.rollout.types import Rollout, Sampling
 
 if TYPE_CHECKING:
-    from moebius.rollout.group import RolloutGroup
     from moebius.rollout.group_weights import UpdateReport
     from moebius.rollout.report import StepReport
+    from moebius.rollout.start import AnyGroup
     from moebius.rollout.weights import NamedTensors
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class RolloutService:
 
     def __init__(
         self,
-        group: RolloutGroup,
+        group: AnyGroup,
         settings: ServiceSettings | None = None,
         on_report: Callable[[StepReport], None] | None = None,
     ) -> None:

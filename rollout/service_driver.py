@@ -15,8 +15,8 @@ from moebius.rollout.service_steps import POLL_S, StepFlow
 from moebius.rollout.service_types import ServiceSettings
 
 if TYPE_CHECKING:
-    from moebius.rollout.group import RolloutGroup
     from moebius.rollout.report import StepReport
+    from moebius.rollout.start import AnyGroup
 
 STREAM_POLL_S = 0.005  # between looks at a running step if somebody waits for every token
 IDLE_POLL_S = 0.05  # if nothing is live in it
@@ -32,7 +32,7 @@ class Driver(StepFlow):
     """
 
     def __init__(
-        self, group: RolloutGroup, settings: ServiceSettings, on_report: Callable[[StepReport], None] | None = None
+        self, group: AnyGroup, settings: ServiceSettings, on_report: Callable[[StepReport], None] | None = None
     ) -> None:
         super().__init__(group, settings, on_report)
         self._next_watch = 0.0
@@ -132,7 +132,8 @@ class Driver(StepFlow):
         if self._announced is not None:
             self._announced = (self._announced[0] + sum(ticket.n for ticket in again), self._announced[1])
         lost = not self.group.running
-        if lost and (self.group.closed or self._closing or self._losses >= self.settings.max_restarts):
+        spent = self._losses >= self.settings.max_restarts or self.group.gave_up
+        if lost and (self.group.closed or self._closing or spent):
             self._give_up(str(error))
             return
         try:
@@ -185,3 +186,4 @@ class Driver(StepFlow):
         progress = self._step.progress()
         stats.layout, stats.iteration_ms = progress[0].layout, progress[0].iteration_ms
         stats.kv_use = max(rank.kv_use for rank in progress)
+        stats.step_tokens = sum(rank.tokens for rank in progress)

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebius.engine.types import SampleKey
 from moebius.kernels.noise import derive_seed
-from moebius.rollout.errors import BadInput, GroupNotReady, QueueFull
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, QueueFull, RankDied
+from moebius.rollout.failure_types import FAILED
 from moebius.rollout.service_types import Mode, ServiceSettings, ServiceStats, Ticket
 from moebius.rollout.types import Rollout, Sample
 
 if TYPE_CHECKING:
-    from moebius.rollout.group import RolloutGroup
     from moebius.rollout.open_step import OpenStep
+    from moebius.rollout.shared_step import SharedStep
+    from moebius.rollout.start import AnyGroup
 
 T = TypeVar("T")
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 class RequestFlow:
     """The part of a service's driver that moves requests. Only `add`, `abort` and `post` are for any thread."""
 
-    def __init__(self, group: RolloutGroup, settings: ServiceSettings) -> None:
+    def __init__(self, group: AnyGroup, settings: ServiceSettings) -> None:
         self.group, self.settings = group, settings
         self.stats = ServiceStats(version=group.policy_version)
         self.paused: Mode | None = None
@@ -40,13 +42,14 @@ class RequestFlow:
         self._pending = 0  # samples of all tickets that are not done
         # What follows belongs to the thread.
         self._live: dict[tuple[int, int], Ticket] = {}  # in the open step, or parked; by step and prompt number
-        self._step: OpenStep | None = None
+        self._step: OpenStep | SharedStep | None = None
         self._announced: tuple[int, int | None] | None = None  # samples still to come, number of the step
         self._hold = False  # the announced burst ends when somebody says so
         self._filled = False  # the open step's burst is in
         self._seed_step, self._seed_number = -1, 0  # that seeds of the next request depend on
         self._peak = 0  # most samples that were live at once in the step
         self._last_arrival = self._last_busy = 0.0
+        self._losses_of_step = 0  # of the open step, that are known
 
     # ---- for any thread -------------------------------------------------------------------------------------------
 
@@ -162,6 +165,7 @@ class RequestFlow:
     def _poll(self) -> None:
         assert self._step is not None
         finished = self._step.finished()
+        self._note_losses(self._step)
         for piece in self._step.pieces():
             ticket = self._live.get((piece.key.step, piece.key.prompt))
             if ticket is not None:
@@ -174,6 +178,19 @@ class RequestFlow:
         if self._live:
             self._last_busy = time.monotonic()
 
+    def _note_losses(self, step: OpenStep | SharedStep) -> None:
+        """The step may have gone on after a loss of ranks. What streams have told of cannot be taken back."""
+        new = len(step.losses) - self._losses_of_step
+        if new <= 0:
+            return
+        self._losses_of_step += new
+        self.stats.restarts += new
+        for place, ticket in list(self._live.items()):
+            if ticket.sent and not ticket.done.done():
+                self.group.abort(_keys(ticket))
+                del self._live[place]
+                self._fail(ticket, RankDied(f"{step.losses[-1].why}; what was streamed cannot be drawn again"))
+
     def _ended(self, key: SampleKey, sample: Sample) -> None:
         place = (key.step, key.prompt)
         ticket = self._live.get(place)
@@ -182,6 +199,10 @@ class RequestFlow:
         if sample.finish_reason == "abort" and isinstance(sample.stop_reason, str) and not sample.token_ids:
             del self._live[place]
             self._fail(ticket, BadInput(f"the engine refuses this request: {sample.stop_reason}"))
+            return
+        if sample.finish_reason == FAILED:
+            del self._live[place]
+            self._fail(ticket, MoebiusError(str(sample.stop_reason)))
             return
         ticket.end(sample)
         self.stats.samples[sample.finish_reason] += 1

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moebius.rollout.errors import GroupNotReady, MoebiusError
 from moebius.rollout.service_flow import RequestFlow
-from moebius.rollout.service_types import Mode, ServiceSettings
+from moebius.rollout.service_types import Mode, ServiceSettings, note_report
 
 if TYPE_CHECKING:
-    from moebius.rollout.group import RolloutGroup
     from moebius.rollout.group_weights import UpdateReport
     from moebius.rollout.report import StepReport
+    from moebius.rollout.start import AnyGroup
 
 T = TypeVar("T")
 POLL_S = 0.02  # between looks at a running step
@@ -28,7 +28,7 @@ class StepFlow(RequestFlow):
     """The part of a service's driver that opens and closes steps. All of it belongs to the driver's thread."""
 
     def __init__(
-        self, group: RolloutGroup, settings: ServiceSettings, on_report: Callable[[StepReport], None] | None
+        self, group: AnyGroup, settings: ServiceSettings, on_report: Callable[[StepReport], None] | None
     ) -> None:
         super().__init__(group, settings)
         self.on_report = on_report
@@ -88,8 +88,9 @@ class StepFlow(RequestFlow):
             expected = None  # the count alone does not end the burst
         # Steps count up: the number of an announced one is kept where that is so. Seeds depend on what was announced.
         unused = number is not None and number > self._highest
+        how: dict[str, Any] = {} if self.settings.on_loss == "replay" else {"replay": False}
         try:
-            self._step = self.group.open_step(step=number if unused else None, expected=expected)
+            self._step = self.group.open_step(step=number if unused else None, expected=expected, **how)
         except GroupNotReady as error:
             if not self.group.running:
                 self._lost(error)
@@ -112,7 +113,7 @@ class StepFlow(RequestFlow):
         self._highest = max(self._highest, self._step.step)
         if self._announced is None:
             self._seed_step, self._seed_number = self._step.step, 0
-        self._filled = False
+        self._filled, self._losses_of_step = False, 0
         self._peak = self._live_samples()
         self._opened = self._last_arrival = self._last_busy = time.monotonic()
         return True
@@ -173,12 +174,7 @@ class StepFlow(RequestFlow):
                 self.on_report(report)
             except Exception:  # noqa: BLE001  (of the caller's making: the service goes on)
                 _log.exception("on_report failed for step %d", report.step)
-        for switch in report.switches:
-            self.stats.switches[switch.to] += 1
-            self.stats.pause_ms_max = max(self.stats.pause_ms_max, switch.pause_ms)
-            for phase, ms in switch.phases_ms.model_dump(by_alias=True).items():
-                self.stats.phase_ms[(switch.to, phase)] += ms
-        self.stats.cancelled_switches += len(report.cancelled)
+        note_report(self.stats, report)
         if self.settings.reports is not None:
             try:
                 report.write(self.settings.reports)
@@ -192,6 +188,7 @@ class StepFlow(RequestFlow):
         step, self._step = self._step, None
         assert step is not None
         step.park()
+        self._note_losses(step)
         for key, sample in step.finished():
             self._ended(key, sample)
         self._step_over()

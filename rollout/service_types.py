@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from moebius.rollout.types import Rollout, Sample, Sampling
+
+if TYPE_CHECKING:
+    from moebius.rollout.report_types import StepReport
 
 Mode = Literal["park", "abort", "finish"]
 
@@ -151,6 +154,7 @@ class ServiceStats:
     layout: str = "EP"
     iteration_ms: float = 0.0  # of the last iterations
     kv_use: float = 0.0  # share of KV pages in use, worst rank
+    step_tokens: int = 0  # sampled by the running step
     version: int = 0
     step: int | None = None  # the open one
     paused: bool = False
@@ -169,3 +173,13 @@ class ServiceStats:
     pause_ms_max: float = 0.0
     updates: int = 0
     update_s: float = 0.0  # of the last one
+
+
+def note_report(stats: ServiceStats, report: StepReport) -> None:
+    """Count the switches of a step."""
+    for switch in report.switches:
+        stats.switches[switch.to] += 1
+        stats.pause_ms_max = max(stats.pause_ms_max, switch.pause_ms)
+        for phase, ms in switch.phases_ms.model_dump(by_alias=True).items():
+            stats.phase_ms[(switch.to, phase)] += ms
+    stats.cancelled_switches += len(report.cancelled)

@@ -5,6 +5,7 @@ A step is finished exactly when its file step_NNNN.parquet is there; it is writt
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -48,7 +49,9 @@ def shard_schema() -> Any:
             "text": text,  # null without a tokenizer
             "finish_reason": text,
             "stop_reason": text,  # token id or text; null for end-of-sequence
-            "policy_version": pa.int64(),
+            "policy_version": pa.int64(),  # that the last token was sampled under
+            # Runs of tokens sampled under one version, in their order; null in shards written before it was recorded.
+            "versions": pa.list_(pa.struct({"policy_version": pa.int64(), "tokens": pa.int32()})),
             "rank": pa.int32(),
             "reward": pa.float64(),  # null without a scorer, or where it failed
         }
@@ -85,6 +88,7 @@ def shard_rows(
                 "finish_reason": s.finish_reason,
                 "stop_reason": None if s.stop_reason is None else str(s.stop_reason),
                 "policy_version": s.policy_version,
+                "versions": [{"policy_version": version, "tokens": count} for version, count in s.versions],
                 "rank": s.rank,
                 "reward": None if rewards is None else rewards[len(rows)],
             }
@@ -119,7 +123,10 @@ def shard_path(folder: str | Path, step: int) -> Path:
 
 
 def read_shard(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a shard. Raises BadInput when it is missing, broken, or of another schema version."""
+    """Rows of a shard; None for columns that it was written without.
+
+    Raises BadInput when it is missing, broken, or of another schema version.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -127,9 +134,11 @@ def read_shard(path: str | Path) -> list[dict[str, Any]]:
     if fault is not None:
         raise BadInput(f"{path}: {fault}")
     try:
-        return list(pq.read_table(path).to_pylist())
+        rows = pq.read_table(path).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise BadInput(f"{path}: cannot be read: {error}") from error
+    columns = dict.fromkeys(shard_schema().names)
+    return [columns | row for row in rows]
 
 
 def shard_fault(path: str | Path, step: int | None = None, rows: int | None = None) -> str | None:
@@ -163,7 +172,7 @@ class JobFolder:
 
     def __enter__(self) -> JobFolder:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = _open_lock(self.path / ".lock")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -234,6 +243,16 @@ class JobFolder:
         patterns = ("step_*.parquet", "step_*.json", "report.html", "rollouts.jsonl")
         leftovers = list(self.path.glob(".step_*.tmp"))
         return [p for pattern in patterns for p in self.path.glob(pattern)] + leftovers
+
+
+def _open_lock(path: Path) -> int:
+    """Not through a link: what it leads to, maybe outside the folder, would be overwritten."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadInput(f"{path}: is a link, and a job writes only into its own folder; remove it") from error
+        raise
 
 
 def finished_steps(folder: str | Path) -> list[int]:

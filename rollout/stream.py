@@ -16,6 +16,7 @@ from moebius.rollout.types import Rollout
 if TYPE_CHECKING:
     from moebius.rollout.backlog import PromptGroup
     from moebius.rollout.open_step import OpenStep
+    from moebius.rollout.shared_step import SharedStep
 
 OnProgress = Callable[[int, int, int, int, str], None]  # samples done, in all, tokens so far, live samples, layout
 
@@ -34,7 +35,7 @@ class RolloutStream(Iterator[Rollout]):
 
     def __init__(
         self,
-        step: OpenStep,
+        step: OpenStep | SharedStep,
         ready: list[PromptGroup],
         budget: Budget | None,
         limit_s: float | None,

@@ -94,7 +94,7 @@ class Sample:
     logprobs: list[float] | None
     top_logprobs: list[dict[int, float]] | None
     text: str | None
-    finish_reason: str  # "stop" | "length" | "abort"
+    finish_reason: str  # "stop" | "length" | "abort" | "failed" (its prompt brings ranks down; stop_reason says more)
     stop_reason: int | str | None  # the token id or text that ended it, None for end-of-sequence
     policy_version: int  # that its last token was sampled under
     rank: int  # the rank that answered for it in the end

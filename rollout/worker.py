@@ -19,10 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from moebius.engine.account import MemoryAccount
+from moebius.engine import phases
 from moebius.engine.config import EngineConfig
-from moebius.engine.costs import CostModel
-from moebius.engine.startup import Startup, moe_config_folder
 from moebius.engine.types import (
     MemoryChange,
     MemoryTag,
@@ -33,10 +31,13 @@ from moebius.engine.types import (
     StepOutcome,
     UpdateStats,
 )
+from moebius.rollout.marks import Marker, mark_path, read_mark
+from moebius.rollout.rank_setup import DEFAULT_ENVIRONMENT, EngineInfo, RankHost, RankSetup, rank_environment
 from moebius.rollout.shm import clean_leftovers, make_ident, name_python_segments, parse_ident, remove_own
 
 if TYPE_CHECKING:
     from moebius.engine.engine import MoebiusEngine
+    from moebius.rollout.kept import KeptWriter
     from moebius.rollout.transports.ipc import IpcBucket
     from moebius.rollout.weights import Bucket
 
@@ -50,43 +51,6 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class RankHost:
-    """Where a rank's process lives. `devices` are the GPU ids that Ray gave it, empty on CPU."""
-
-    rank: int
-    pid: int
-    node: str
-    devices: list[str]
-    log_file: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RankSetup:
-    """What a rank needs to build its engine. `devices[r]` is the GPU of rank r; empty on CPU."""
-
-    engine: EngineConfig
-    rank: int
-    world_size: int
-    device: str  # "cpu" | "cuda"
-    devices: list[str]
-    master_port: int
-    ident: str  # of the group, see moebius.rollout.shm
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
-    """What the driver must know of the engine to check its input."""
-
-    max_model_len: int
-    vocab_size: int
-    policy_version: int
-    has_tokenizer: bool
-    startup: Startup  # of this rank
-    memory: MemoryAccount  # of this rank
-    costs: CostModel | None = None  # that the policy decides by
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     """State of the running (or last) step: own finished samples and sampled tokens, unfinished ones over all ranks."""
 
@@ -97,44 +61,6 @@ class Progress:
     iteration_ms: float = 0.0  # of the last iterations, idle time left out
     kv_use: float = 0.0  # share of KV pages in use
     serial: int = 0  # of the step, as `run_step` counts
-
-
-def rank_environment(setup: RankSetup) -> dict[str, str]:
-    """Variables a rank must run with, whatever the cluster's environment says."""
-    env = {
-        "RANK": str(setup.rank),
-        "LOCAL_RANK": str(setup.rank),  # index into the group's own device list
-        "WORLD_SIZE": str(setup.world_size),
-        "MASTER_ADDR": "127.0.0.1",  # all ranks of a group are on one node
-        "MASTER_PORT": str(setup.master_port),
-        "MOEBIUS_GROUP_ID": setup.ident,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_KV_CACHE_LAYOUT": "HND",
-    }
-    if setup.device == "cpu":
-        # Dynamo off: the model runs eagerly on CPU anyway, and compiling the sampler's helpers slows every start.
-        return env | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-    return env | {
-        # Peers map each other's memory, so each rank sees all GPUs of its group, and Ray must not narrow that again.
-        "CUDA_VISIBLE_DEVICES": ",".join(setup.devices),
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        # NVLink multicast stays off.
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "NVSHMEM_DISABLE_NVLS": "1",
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-
-
-DEFAULT_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    # vLLM looks here before it looks among its own; see docs/moe-tuning.md.
-    "VLLM_TUNED_CONFIG_FOLDER": str(moe_config_folder()),
-}
 
 
 class RankWorker:
@@ -154,6 +80,7 @@ class RankWorker:
         self._awaited: int | None = None  # how many it gets in all, once that is known
         self._to_park = False  # when they have come
         self._abort_lock = threading.Lock()
+        self._keeping: KeptWriter | None = None  # of the weights of the open update
 
     def host(self) -> RankHost:
         """Where this process runs, and the file that holds its standard error."""
@@ -183,12 +110,24 @@ class RankWorker:
         ident = parse_ident(setup.ident)
         if ident is not None:
             name_python_segments(ident)
-        return self._on_engine_thread(lambda: self._build(setup.engine))
+            phases.observers.append(Marker(mark_path(ident, self.rank)))
+        phases.enter(phases.START)
+        info = self._on_engine_thread(lambda: self._build(setup.engine))
+        phases.enter(phases.IDLE)
+        return info
 
-    def run_step(self, serial: int, requests: Sequence[SampleRequest], is_open: bool = False) -> StepOutcome:
+    def phase_of(self, rank: int) -> str | None:
+        """What a rank of this group did last; answers while a step runs."""
+        mark = read_mark(os.environ.get("MOEBIUS_GROUP_ID", ""), rank)
+        return None if mark is None else mark.phase
+
+    def run_step(
+        self, serial: int, requests: Sequence[SampleRequest], is_open: bool = False, piecemeal: bool = False
+    ) -> StepOutcome:
         """Decode this rank's own requests; a collective over all ranks. `serial` counts these calls, for `abort`.
 
-        An open step takes more by `submit` until `close_step` or `park_step`, and gives its results to `take_results`.
+        An open step takes more by `submit` until `close_step` or `park_step`, and gives its results to `take_results`,
+        as one that is only `piecemeal` does.
         """
         self._progress = Progress(serial=serial)
 
@@ -198,8 +137,9 @@ class RankWorker:
                 self._serial, self._stepping = serial, True
                 engine.clear_aborts()
                 engine.inbox.clear()
-                if is_open:
+                if is_open or piecemeal:
                     self._finished.clear()  # of a step that was lost
+                if is_open:
                     self._received, self._awaited, self._to_park = 0, None, False
                     engine.inbox.open()
                 early, self._early = self._early, []
@@ -207,8 +147,10 @@ class RankWorker:
                     if tag == serial:
                         call(engine)
             try:
-                on_results = self._finished.extend if is_open else None
-                return engine.run_step(list(requests), on_iteration=self._iterated, on_results=on_results)
+                on_results = self._finished.extend if is_open or piecemeal else None
+                outcome = engine.run_step(list(requests), on_iteration=self._iterated, on_results=on_results)
+                phases.enter(phases.IDLE)  # after an error the phase it came in is told
+                return outcome
             finally:
                 engine.inbox.close()
                 with self._abort_lock:
@@ -275,9 +217,24 @@ class RankWorker:
             elif serial == self._serial and self._stepping and self._engine is not None:
                 call(self._engine)
 
-    def begin_update(self, version: int, mode: UpdateMode = "in_place") -> None:
-        """Open a weight update."""
-        self._on_engine_thread(lambda: self._running().begin_update(version, mode))
+    def begin_update(self, version: int, mode: UpdateMode = "in_place", keep: str | None = None) -> None:
+        """Open a weight update. `keep`: this rank's share of the tensors is also written to files of that name."""
+        self._keep(keep)
+        self._in_phase(phases.UPDATE, lambda: self._running().begin_update(version, mode), then=phases.UPDATE)
+
+    def _keep(self, files: str | None) -> None:
+        from moebius.rollout.kept import KeptWriter  # imports torch
+
+        self._keeping = None if files is None else KeptWriter(files, self.rank, int(os.environ["WORLD_SIZE"]))
+
+    def _in_phase(self, phase: str, call: Callable[[], T], then: str = phases.IDLE) -> T:
+        def run() -> T:
+            phases.enter(phase)
+            found = call()
+            phases.enter(then)
+            return found
+
+        return self._on_engine_thread(run)
 
     def update_tensors(self, bucket: Bucket | IpcBucket) -> None:
         """Load one bucket of the open update. Raises ValueError for tensors the model does not have."""
@@ -288,20 +245,42 @@ class RankWorker:
                 warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
                 tensors = bucket.tensors()
             self._running().update_tensors(tensors)
+            if self._keeping is not None:
+                self._keeping.take(tensors)
 
-        self._on_engine_thread(load)
+        self._in_phase(phases.UPDATE, load, then=phases.UPDATE)
 
     def commit_update(self) -> UpdateStats:
         """Close the open update; a collective. Raises ValueError when tensors are missing."""
-        return self._on_engine_thread(lambda: self._running().commit_update())
+        self._kept_all()
+        return self._in_phase(phases.UPDATE, lambda: self._running().commit_update())
+
+    def _kept_all(self) -> None:
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.end()
 
     def drop_update(self) -> None:
         """Give the open update up, if there is one."""
-        self._on_engine_thread(lambda: self._running().drop_update())
+        self._keeping = None
+        self._in_phase(phases.UPDATE, lambda: self._running().drop_update())
 
-    def pull_update(self, version: int, source: str, args: tuple[Any, ...], mode: UpdateMode) -> UpdateStats:
-        """A whole update from a function of this process; a collective. Raises ValueError if a rank has a problem."""
-        return self._on_engine_thread(lambda: self._running().pull_update(version, _calling(source), args, mode))
+    def pull_update(
+        self, version: int, source: str, args: tuple[Any, ...], mode: UpdateMode, keep: str | None = None
+    ) -> UpdateStats:
+        """A whole update from a function of this process; a collective. Raises ValueError if a rank has a problem.
+
+        `keep` as in `begin_update`.
+        """
+        self._keep(keep)
+        function = _calling(source) if self._keeping is None else self._keeping.along(_calling(source))
+
+        def pull() -> UpdateStats:
+            stats = self._running().pull_update(version, function, args, mode)
+            self._keeping = None
+            return stats
+
+        return self._in_phase(phases.UPDATE, pull)
 
     def pull_tensors(self, source: str, args: tuple[Any, ...]) -> None:
         """Some tensors of the open update, from a function of this process. It is read to its end even after an error:
@@ -313,12 +292,14 @@ class RankWorker:
                 try:
                     if failure is None:
                         self._running().update_tensors(tensors)
+                        if self._keeping is not None:
+                            self._keeping.take(tensors)
                 except ValueError as error:
                     failure = error
             if failure is not None:
                 raise failure
 
-        self._on_engine_thread(pull)
+        self._in_phase(phases.UPDATE, pull, then=phases.UPDATE)
 
     def call_function(self, source: str, args: tuple[Any, ...]) -> Any:
         """Call the function at "module:name" on the engine's thread."""
@@ -326,11 +307,11 @@ class RankWorker:
 
     def sleep(self, tags: tuple[MemoryTag, ...], keep_weights: bool) -> MemoryChange:
         """Give memory back; only between steps; a collective."""
-        return self._on_engine_thread(lambda: self._running().sleep(tags, keep_weights=keep_weights))
+        return self._in_phase(phases.SLEEP, lambda: self._running().sleep(tags, keep_weights=keep_weights))
 
     def wake_up(self, tags: tuple[MemoryTag, ...]) -> MemoryChange:
         """Take memory again; a collective."""
-        return self._on_engine_thread(lambda: self._running().wake_up(tags))
+        return self._in_phase(phases.WAKE, lambda: self._running().wake_up(tags))
 
     def reset_prefix_cache(self) -> None:
         """Forget what KV pages hold; only between steps."""

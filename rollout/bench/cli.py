@@ -242,6 +242,27 @@ def graphs(
 
 
 @app.command()
+def kernels(
+    out: Out,
+    config: Config = None,
+    folder: Dir = None,
+    engines: Names = STANDARD,
+    overrides: Sets = None,
+    ranks: Ranks = None,
+    weights: Weights = "dummy",
+    batches: Batches = "8,512",
+    context: Context = 64,
+    iterations: Annotated[int, typer.Option(min=1, help="Decode iterations that are counted.")] = 32,
+    top: Annotated[int, typer.Option(min=1, help="Largest differences told for each pair of engines.")] = 12,
+    seed: Seed = 0,
+) -> None:
+    """Device time of a decode iteration by kernel, ours beside stock. On CPU, operators instead of kernels."""
+    sizes = _integers(batches, "--batches")
+    options = {"batches": sizes, "context": context, "iterations": iterations, "top": top, "seed": seed}
+    _finish(_run("kernels", options, engines, folder, (config, overrides, ranks, max(sizes), weights, out)), out)
+
+
+@app.command()
 def memory(
     out: Out,
     config: Config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from moebius.engine.config import EngineConfig
 from moebius.rollout.bench import rank
 from moebius.rollout.bench.fleet import Fleet
-from moebius.rollout.config import RolloutConfig
+from moebius.rollout.config import RolloutConfig, apply_override, validate
 from moebius.rollout.doctor import is_cpu_build
 from moebius.rollout.errors import BadInput, unknown_key
-from moebius.rollout.worker import DEFAULT_ENVIRONMENT, RankSetup, rank_environment
+from moebius.rollout.rank_setup import DEFAULT_ENVIRONMENT, RankSetup, rank_environment
 
 # Attention and experts of the stock kinds: TP/TP, DP/EP, DP/TP, TP/EP, and TP/TP with vLLM's own worker processes.
 Kind = Literal["moebius", "stock_tp", "stock_ep", "stock_dp_tp", "stock_tp_ep", "stock_mp"]
@@ -33,7 +34,8 @@ BATCHED_TOKENS = 8192  # per iteration where the configuration leaves it open: w
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine by name: a kind, and `+eager` (no CUDA graphs); after a stock kind also what ours always has:
-    `+triton` (its MoE backend), `+tuned` (its kernel configurations) or `+seeded`.
+    `+triton` (its MoE backend), `+tuned` (its kernel configurations) or `+seeded`. After `moebius` may follow settings
+    that differ from those of the benchmark, as `moebius:mover=collective:memory=plain`.
     """
 
     kind: Kind
@@ -41,11 +43,13 @@ class EngineSpec:
     triton: bool = False
     tuned: bool = False
     seeded: bool = False
+    settings: tuple[str, ...] = ()  # of `engine`, as "mover=collective"
 
     @classmethod
     def parse(cls, name: str) -> EngineSpec:
         """From "stock_ep+triton" and the like. Raises BadInput for what no engine is called."""
-        kind, *options = name.strip().split("+")
+        flags, *settings = name.strip().split(":")
+        kind, *options = flags.split("+")
         if kind not in get_args(Kind):
             raise BadInput(f"engine '{name}': {unknown_key(kind, get_args(Kind))}")
         allowed = ("eager",) if kind == "moebius" else FLAGS
@@ -54,13 +58,15 @@ class EngineSpec:
                 f"engine '{name}': after a kind may follow +eager, and after a stock kind also +triton, +tuned or "
                 "+seeded (ours always uses Triton's experts, its own tuning of them, and a seed per sample)"
             )
-        return cls(kind, **dict.fromkeys(options, True))  # type: ignore[arg-type]
+        if settings and (kind != "moebius" or not all("=" in setting for setting in settings)):
+            raise BadInput(f"engine '{name}': only moebius takes settings, each as :name=value")
+        return cls(kind, settings=tuple(settings), **dict.fromkeys(options, True))  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
         """The name that `parse` reads."""
         flags = [flag for flag in FLAGS if getattr(self, flag)]
-        return "+".join([self.kind, *flags])
+        return ":".join(["+".join([self.kind, *flags]), *self.settings])
 
     @property
     def layouts(self) -> tuple[rank.Layout, ...]:
@@ -179,6 +185,14 @@ def environments(spec: EngineSpec, setup: BenchSetup) -> list[dict[str, str]]:
     return [common | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} for _ in range(setup.ranks)]
 
 
+def changed(config: EngineConfig, settings: Sequence[str]) -> EngineConfig:
+    """With `settings` as of `--set`, without their `engine.`. Raises BadInput for names and values that are none."""
+    values = config.model_dump()
+    for setting in settings:
+        apply_override(values, setting)
+    return validate(EngineConfig, values, f"engine 'moebius:{':'.join(settings)}'")
+
+
 def start(spec: EngineSpec, setup: BenchSetup, logs: Path, *, wait: bool = True) -> Fleet:
     """Start one engine. Raises FleetError with the words of the rank that failed."""
     config = setup.engine
@@ -189,7 +203,7 @@ def start(spec: EngineSpec, setup: BenchSetup, logs: Path, *, wait: bool = True)
     if spec.kind == "moebius":
         if config.capture_sizes is None and not spec.eager:
             changes["capture_sizes"] = list(sizes)
-        make, arguments = rank.Ours, (config.model_copy(update=changes),)
+        make, arguments = rank.Ours, (changed(config.model_copy(update=changes), spec.settings),)
     else:
         (layout,) = spec.layouts
         largest = -(-setup.largest_batch // setup.ranks) if layout == "EP" else setup.largest_batch
@@ -204,7 +218,7 @@ def start(spec: EngineSpec, setup: BenchSetup, logs: Path, *, wait: bool = True)
         )
         make, arguments = rank.Stock, (config.model_copy(update=changes), settings, setup.ranks)
     return Fleet(
-        spec.name.replace("+", "-"),
+        re.sub(r"[^\w.]+", "-", spec.name),
         environments(spec, setup),
         make,
         *arguments,

@@ -148,11 +148,14 @@ def summarise(
         for batch, spread in by_batch.items():
             numbers[f"{name}_{batch}_ms"] = spread.median
     ratios: dict[str, dict[int, float]] = {}
-    for ours, stock, layout in _pairs(engines):
+    for ours, stock, layout in pairs(engines):
         slowdowns = ratios[f"{ours}/{stock}"] = _ratios(measured[ours], measured[stock])
         if slowdowns:
             worst = max(slowdowns, key=lambda batch: slowdowns[batch])
-            suffix = layout.lower() if stock in ("stock_ep", "stock_tp") else f"{layout.lower()}_vs_{stock}"
+            other = stock.removesuffix(f"_{layout.lower()}") if stock.startswith("moebius") else stock
+            suffix = layout.lower() if other in ("stock_ep", "stock_tp") else f"{layout.lower()}_vs_{other}"
+            if not ours.startswith("moebius_"):  # one with other settings
+                suffix += f"_of_{ours.removesuffix(f'_{layout.lower()}')}"
             numbers[f"max_slowdown_pct_{suffix}"] = 100 * (slowdowns[worst] - 1)
             numbers[f"max_slowdown_batch_{suffix}"] = worst
     for label, ep, tp in (("", "moebius_ep", "moebius_tp"), ("stock_", "stock_ep", "stock_tp")):
@@ -183,15 +186,16 @@ def summarise(
     )
 
 
-def _pairs(engines: Engines) -> list[tuple[str, str, Layout]]:
-    """Lanes of our engine and of a stock engine with the same layout."""
+def pairs(engines: Engines) -> list[tuple[str, str, Layout]]:
+    """Lanes of our engine and of a stock engine with the same layout; ours with other settings also beside ours."""
     lanes = lanes_of(engines)
     return [
         (ours.name, stock.name, ours.layout)
         for ours in lanes
-        if ours.engine == "moebius"
+        if ours.engine == "moebius" or ours.engine.startswith("moebius:")
         for stock in lanes
-        if stock.layout == ours.layout and stock.engine.startswith("stock")
+        if stock.layout == ours.layout and (stock.engine == "moebius" or stock.engine.startswith("stock"))
+        if stock is not ours
     ]
 
 

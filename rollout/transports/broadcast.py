@@ -1,13 +1,13 @@
 """Weights from one trainer process to all ranks by NCCL or gloo broadcasts, in a process group of their own.
 
 The trainer is member 0, rank r member r+1; neither side's own torch process groups take part. What a bucket holds is
-told as JSON through the group's store, its bytes follow as one broadcast. NCCL needs the trainer on a GPU that no rank
-has; on a shared GPU use `update_weights(transport="ipc")`.
+told as JSON through the group's store, its bytes follow as one broadcast. Who does not know the session's secret,
+which only the `args` of an offer tell, is refused (see moebius.rollout.transports.secret). NCCL needs the trainer on a
+GPU that no rank has; on a shared GPU use `update_weights(transport="ipc")`.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from moebius.rollout.errors import MoebiusError
+from moebius.rollout.transports.secret import listening_store, seal, unseal
 from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, Entry, NamedTensors, batches, fill, plan, views
 
 SOURCE = f"{__name__}:receive"
@@ -54,7 +55,8 @@ def _join(
 ) -> _Member:
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    return _connect(dist.PrefixStore(secret, store), member, size, backend, torch.device(device), timeout)
+    store.set(_proof(member), seal(secret, _proof(member), size))
+    return _connect(store, member, size, backend, torch.device(device), timeout)
 
 
 def _connect(
@@ -99,9 +101,8 @@ class Broadcaster:
             device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
         self._device, self._backend, self._size = torch.device(device), backend, ranks + 1
         self._host, self._bucket_bytes, self._timeout_s = host, bucket_bytes, timeout_s
-        self._secret = secrets.token_hex(16)  # part of every key, so that only who was told can read or write them
-        timeout = timedelta(seconds=timeout_s)
-        self._server = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._secret = secrets.token_hex(16)
+        self._server = listening_store(host, timedelta(seconds=timeout_s))
         self._member: _Member | None = None
         self._sessions = 0
         self._sending: threading.Thread | None = None
@@ -143,24 +144,28 @@ class Broadcaster:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         number = 0
-        store = dist.PrefixStore(self._secret, self._server)
         try:
             if self._member is None:
                 timeout = timedelta(seconds=self._timeout_s)
-                self._member = _connect(store, 0, self._size, self._backend, self._device, timeout)
+                member = _connect(self._server, 0, self._size, self._backend, self._device, timeout)
+                for other in range(1, self._size):  # all have joined: nothing is sent to one that was not told
+                    unseal(self._secret, _proof(other), self._server.get(_proof(other)))
+                self._member = member
             for pairs in batches(named_tensors, self._bucket_bytes):
                 entries, nbytes = plan(pairs)
                 flat = self._member.buffer(nbytes)
                 fill(flat, entries, pairs)
-                store.set(
-                    _key(session, number), json.dumps({"nbytes": nbytes, "entries": [e.to_json() for e in entries]})
-                )
+                self._tell(session, number, {"nbytes": nbytes, "entries": [e.to_json() for e in entries]})
                 self._member.broadcast(flat)
                 number += 1
-            store.set(_key(session, number), json.dumps({"end": True}))
+            self._tell(session, number, {"end": True})
         except BaseException as error:  # noqa: BLE001  (raised by `wait`, and told to the ranks)
             self._failure = error
-            store.set(_key(session, number), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            self._tell(session, number, {"error": f"{type(error).__name__}: {error}"})
+
+    def _tell(self, session: int, number: int, told: dict[str, Any]) -> None:
+        key = _key(session, number)
+        self._server.set(key, seal(self._secret, key, told))
 
 
 _members: dict[tuple[str, int], _Member] = {}  # in a rank's process, by the trainer's secret and its own number
@@ -171,7 +176,8 @@ def receive(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """A rank's side: the buckets of one `offer`, as views of a buffer that is overwritten by the next one.
 
-    Raises ValueError with what went wrong on the trainer's side, and torch's DistStoreError if it says nothing.
+    Raises ValueError with what went wrong on the trainer's side, or if somebody else wrote to the store, and torch's
+    DistStoreError if it says nothing.
     """
     key = (secret, member)
     if key not in _members:
@@ -182,7 +188,7 @@ def receive(
     own = _members[key]
     number = 0
     while True:
-        told = json.loads(own.store.get(_key(session, number)))
+        told = unseal(secret, _key(session, number), own.store.get(_key(session, number)))
         if "error" in told:
             raise ValueError(f"the trainer could not send: {told['error']}")
         if "end" in told:
@@ -196,3 +202,7 @@ def receive(
 
 def _key(session: int, number: int) -> str:
     return f"{session}/{number}"
+
+
+def _proof(member: int) -> str:
+    return f"proof/{member}"

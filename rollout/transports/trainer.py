@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from moebius.rollout.transports.secret import join_nccl, listening_store
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,7 +39,10 @@ class _Gloo:
     def __init__(self, host: str, port: int, member: int, size: int) -> None:
         import torch.distributed as dist
 
-        store = dist.TCPStore(host, port, is_master=member == 0, timeout=_WAIT, wait_for_workers=False)
+        if member == 0:
+            store = listening_store(host, _WAIT, port)
+        else:
+            store = dist.TCPStore(host, port, is_master=False, timeout=_WAIT)
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("moebius", store), member, size, _WAIT)
         self._store = store
 
@@ -59,10 +64,8 @@ def join(backend: Backend, host: str, port: int, member: int, size: int) -> None
             _joined = _Gloo(host, port, member, size)
             return
         import torch
-        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
-        device = torch.accelerator.current_device_index()
-        _joined = stateless_init_process_group(host, port, member, size, device)
+        _joined = join_nccl(host, port, member, size, torch.device("cuda", torch.cuda.current_device()))
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
         raise ValueError(f"the trainer at {host}:{port} was not reached: {error}") from error
 

@@ -82,6 +82,20 @@ def test_sweep(up: Path, tmp_path: Path) -> None:
     assert results.options["setup"]["engine"]["load_format"] == "dummy"
 
 
+def test_kernels(up: Path, tmp_path: Path) -> None:
+    """Operators on CPU: an iteration has as many as the model's layers and no prefill's, whatever else runs."""
+    results = bench(up, tmp_path, "kernels", "--batches", "4", "--context", "20", "--iterations", "8", "--top", "3")
+    for lane in ("moebius_ep", "moebius_tp", "stock_tp"):
+        rows = {row["kernel"]: row for row in results.series["kernels"][lane]["4"]}
+        attention = [row["calls"] for name, row in rows.items() if "cpu_attention" in name]
+        assert attention == [2.0], f"{lane}: two layers, got {sorted(rows)}"
+        assert results.results[f"{lane}_4_device_ms"] == pytest.approx(
+            sum(r["us"] for r in rows.values()) / 1e3, rel=1e-3
+        )
+    told = [note for note in results.notes if note.startswith("batch 4, moebius_tp less stock_tp: ")]
+    assert len(told) == 3 and all(" us (" in note for note in told)
+
+
 def test_rollout(up: Path, tmp_path: Path) -> None:
     arguments = ["--trace", "long-tail", "--requests", "9", "--prompt", "12", "--body", "10", "--tail", "40"]
     results = bench(up, tmp_path, "rollout", *arguments, "--stragglers", "3", "--threshold", "3", "--repeats", "2")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -16,6 +17,7 @@ from moebius.engine.layout import Layout
 from moebius.rollout.cost_files import expected_switch
 from moebius.rollout.demo_assets import make_questions, make_tiny_model
 from moebius.rollout.plan_model import H200, expected_points, load_gpu, load_model
+from moebius.rollout.report_types import StepReport
 from moebius.rollout.types import LengthTrace
 from tests.documented import ROOT, filled, register
 from tests.unit.reports import step_report
@@ -70,11 +72,26 @@ def test_quick_commands(folder: Path, command: str) -> None:
     execute(command, folder)
 
 
+def test_the_program_of_the_readme(folder: Path) -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line == "    from transformers import AutoModelForCausalLM")
+    end = next(i for i in range(begin, len(lines)) if lines[i] and not lines[i].startswith("    "))
+    (folder / "program.py").write_text(dedent("\n".join(lines[begin:end])), encoding="utf-8")
+    told = execute("python program.py", folder)
+    assert told.count(" stop") + told.count(" length") == 16, "eight samples of each of two prompts"
+    assert "burst" in told.splitlines()[-1]
+
+
 def test_commands_that_start_engines(folder: Path) -> None:
     """In their order: the later ones take what the earlier ones leave."""
     for command in REGISTER["run"]["engines"]:
         assert execute(command, folder)
     assert (folder / "runs" / "first" / "report.html").is_file()
+    first = StepReport.load(folder / "runs" / "first" / "step_0000.json")
+    assert [switch.to for switch in first.switches] == ["TP"], "a reader's first step shows no switch"
+    assert 8 <= first.switches[0].live <= 32 and first.durations_s.tail > 0
+    told = execute("moebius report runs/a runs/ep runs/tp --out runs/tuned", folder)
+    assert all(f"{name} ({kind})" in told for name, kind in (("a", "switching"), ("ep", "EP"), ("tp", "TP")))
     lengths = [LengthTrace.load(folder / "lengths.json")]
     assert len(lengths[0].lengths) == 16 * 16
     job = folder / "home" / "moebius-runs" / "deepmath_tiny_cpu"

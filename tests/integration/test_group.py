@@ -21,6 +21,7 @@ from moebius.rollout.config import RolloutConfig
 from moebius.rollout.demo import load_weights
 from moebius.rollout.demo_assets import make_tiny_model
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.failure_types import FailureSettings
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.shm import parse_ident, start_ticks
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
@@ -344,7 +345,7 @@ def test_an_engine_that_cannot_start_says_why(model):
 
 def test_a_second_group_a_killed_rank_and_a_restart(group, model):
     expected = tokens(group.generate(PROMPTS, 2, step=3))
-    with RolloutGroup(settings(model)) as second:
+    with RolloutGroup(settings(model, failures=FailureSettings(on_failure="raise"))) as second:
         assert tokens(second.generate(PROMPTS, 2, step=3)) == expected
         second.update_weights(load_weights(model), 1)
         pids = second.pids()

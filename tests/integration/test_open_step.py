@@ -105,7 +105,7 @@ def test_an_error_of_the_caller_ends_the_step(group: RolloutGroup) -> None:
 
 
 def test_a_rank_that_dies(group: RolloutGroup) -> None:
-    step = group.open_step()
+    step = group.open_step(replay=False)
     step.submit(PROMPTS, 2, {"max_tokens": 200, "ignore_eos": True})
     os.kill(group.pids()[1], signal.SIGKILL)
     with pytest.raises(RankDied, match="rank 1"):

@@ -13,6 +13,7 @@ from moebius.engine.config import EngineConfig
 from moebius.engine.types import SampleKey, SamplePiece
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.failure_types import Loss
 from moebius.rollout.types import Sample, Sampling
 from moebius.rollout.worker import Progress
 
@@ -27,7 +28,7 @@ class FakeGroup:
         self.config = RolloutConfig(ranks=2, engine=engine, sampling=Sampling(max_tokens=4))
         self.policy_version = 0
         self.max_model_len, self.has_tokenizer, self.device = 256, False, "cpu"
-        self.running, self.closed = True, False
+        self.running, self.closed, self.gave_up = True, False, False
         self.last_report: Any = None
         self.problem: str | None = None  # why steps cannot be opened
         self.hold = False  # nothing is sampled
@@ -48,7 +49,7 @@ class FakeGroup:
                 raise BadInput("texts need a tokenizer")
         return [], [list(prompt) for prompt in prompts]
 
-    def open_step(self, step: int | None = None, expected: int | None = None) -> FakeStep:
+    def open_step(self, step: int | None = None, expected: int | None = None, replay: bool | None = None) -> FakeStep:
         if self.problem is not None:
             raise GroupNotReady(self.problem)
         if not self.running:
@@ -56,6 +57,7 @@ class FakeGroup:
         assert self.step is None, "another call is running"
         self.step = FakeStep(self, self.next_step if step is None else step, expected)
         self.log.append(f"open {self.step.step} expected {expected}")
+        self.log += ["no replay"] if replay is False else []
         return self.step
 
     @property
@@ -136,6 +138,7 @@ class FakeStep:
         self.aborted: set[SampleKey] = set()
         self.told: list[SamplePiece] = []
         self.ready: list[tuple[SampleKey, Sample]] = []
+        self.losses: list[Loss] = []
 
     def submit(self, prompts: Any, n: int, sampling: Sampling, *, seeds: Any, stream: bool) -> list[int]:
         self._check()

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moebius.engine.types import SampleKey, SampleRequest, SampleResult, StepOutcome, StepStats
-from moebius.rollout.batch import Limits, assign, build_requests, check_sampling, collect, to_token_ids
+from moebius.engine.types import SampleKey, SampleRequest
+from moebius.rollout.batch import Limits, assign, build_requests, check_complete, check_sampling, to_token_ids
 from moebius.rollout.errors import BadInput, IncompleteStep
 from moebius.rollout.types import LengthTrace, Sampling
 
@@ -146,20 +146,6 @@ def test_every_sample_goes_to_exactly_one_rank(lengths, n, ranks):
     assert max(loads) <= max(sum(loads) / ranks * 4 / 3 + 16, 1.1 * sum(loads) / ranks)
 
 
-def outcome(keys: list[tuple[int, ...]], rank: int = 0, step: int = 0) -> StepOutcome:
-    results = [
-        SampleResult(SampleKey(*k[:2], *k[2:] or (step,)), [k[1]], None, None, "stop", None, 0, rank) for k in keys
-    ]
-    return StepOutcome(results, StepStats(rank=rank, world_size=2))
-
-
-def test_results_come_back_in_order():
-    rollouts = collect([outcome([(1, 1), (0, 0)]), outcome([(0, 1), (1, 0)], rank=1)], [[5], [6]], 2, step=0)
-    assert [(r.prompt_index, r.prompt_token_ids) for r in rollouts] == [(0, [5]), (1, [6])]
-    assert [[s.sample_index for s in r.samples] for r in rollouts] == [[0, 1], [0, 1]]
-    assert [[s.rank for s in r.samples] for r in rollouts] == [[0, 1], [1, 0]]
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -170,8 +156,10 @@ def test_results_come_back_in_order():
     ],
 )
 def test_a_short_or_double_step_is_an_error(keys, words):
+    expected = [SampleKey(prompt, sample, 9) for prompt in range(2) for sample in range(2)]
+    check_complete(reversed(expected), expected, 9)
     with pytest.raises(IncompleteStep, match=words):
-        collect([outcome(keys, step=9), outcome([], rank=1)], [[5], [6]], 2, step=9)
+        check_complete([SampleKey(*key[:2], *key[2:] or (9,)) for key in keys], expected, 9)
 
 
 def test_requests_are_picklable_without_vllm():

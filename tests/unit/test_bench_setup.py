@@ -20,6 +20,7 @@ from moebius.rollout.bench.engines import (
     EngineSpec,
     bare_model,
     capture_sizes,
+    changed,
     environments,
 )
 from moebius.rollout.bench.fleet import Fleet, FleetError
@@ -35,7 +36,16 @@ runner = CliRunner()
 
 @pytest.mark.parametrize(
     "name",
-    ["moebius", "moebius+eager", "stock_tp", "stock_ep+triton+tuned+seeded", "stock_dp_tp", "stock_tp_ep", "stock_mp"],
+    [
+        "moebius",
+        "moebius+eager",
+        "stock_tp",
+        "stock_ep+triton+tuned+seeded",
+        "stock_dp_tp",
+        "stock_tp_ep",
+        "stock_mp",
+        "moebius:mover=collective:policy.threshold=3",
+    ],
 )
 def test_engine_names_round_trip(name: str) -> None:
     assert EngineSpec.parse(name).name == name
@@ -47,11 +57,20 @@ def test_engine_names_round_trip(name: str) -> None:
         ("stock_pt", "did you mean 'stock_tp'"),
         ("stock_ep+fast", "after a kind may follow"),
         ("moebius+triton", "always uses Triton"),
+        ("stock_tp:mover=direct", "only moebius takes settings"),
+        ("moebius:mover", "each as :name=value"),
     ],
 )
 def test_wrong_engine_names(name: str, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         EngineSpec.parse(name)
+
+
+def test_settings_of_one_engine() -> None:
+    found = changed(CPU.engine, EngineSpec.parse("moebius:mover=collective:policy.threshold=3").settings)
+    assert (found.mover, found.policy.threshold, found.model) == ("collective", 3, "none")
+    with pytest.raises(BadInput, match="did you mean 'mover'"):
+        changed(CPU.engine, ["movr=direct"])
 
 
 def test_multicast_is_off_for_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,10 @@ from moebius.rollout.cli import app
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.demo_assets import make_questions
 from moebius.rollout.doctor import Check
+from moebius.rollout.rank_setup import RankSetup, rank_environment
 from moebius.rollout.report import build_report
 from moebius.rollout.shm import make_ident
 from moebius.rollout.types import LengthTrace, Rollout, Sample
-from moebius.rollout.worker import RankSetup, rank_environment
 
 CONFIG = "ranks: 2\nengine: {model: tiny}\n"
 runner = CliRunner()

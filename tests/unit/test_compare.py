@@ -17,7 +17,7 @@ from moebius.rollout.compare import Run, compare, kind_of, load_runs, median_spe
 from moebius.rollout.compare_files import compare_runs, csv_text, page
 from moebius.rollout.compare_svg import colour_of
 from moebius.rollout.errors import BadInput
-from moebius.rollout.report_types import StepReport
+from moebius.rollout.report_types import DecisionEntry, StepReport
 from tests.unit.reports import step_report
 
 LENGTHS = [2, 2, 4, 10]  # live: 4 4 2 2 1 1 1 1 1 1
@@ -108,6 +108,38 @@ def test_kinds() -> None:
     assert kind_of([step_report(0, switch_at=2)]) == "switching"
     assert kind_of([step_report(0), step_report(1, layout="TP")]) == "switching"
     assert kind_of([step_report(0, layout="TP")]) == "TP"
+
+
+def under(policy: str, report: StepReport) -> StepReport:
+    """With a decision as that policy logs it."""
+    decision = DecisionEntry(target=None, reason="x", outcome="", inputs={"policy": policy, "iteration": 0, "live": 4})
+    return report.model_copy(update={"decisions": [decision]})
+
+
+def test_a_static_run_is_static_although_its_engine_had_to_go_to_tp(tmp_path: Path) -> None:
+    """Its step begins with a switch of no tokens, which a TP engine would not have."""
+    for step in range(2):
+        for name, policy, how in (
+            ("a", "rollout", {"switch_at": 2, "iteration_s": 0.7}),
+            ("ep", "static_ep", {"iteration_s": 1.0}),
+            ("tp", "static_tp", {"switch_at": 4, "iteration_s": 0.9, "pause_s": 0.25}),
+        ):
+            under(policy, step_report(step, lengths=LENGTHS, **how)).write(tmp_path / name)
+    found = compare(load_runs([tmp_path / name for name in ("a", "ep", "tp")]))
+    assert found.kinds == ["switching", "EP", "TP"] and found.warnings == []
+    a, ep, tp = (bars[0] for bars in found.bars)
+    assert (tp.total_s, tp.burst_s, tp.switch_s, tp.tail_s) == pytest.approx((9.0, 1.8, 0.0, 7.2))
+    assert (a.split_live, ep.split_live, tp.split_live) == (2, 2, 2)
+    assert a.speedup == pytest.approx(9.0 / 7.5) and ep.speedup is tp.speedup is None
+
+
+def test_a_run_that_might_have_switched_is_no_static_one(tmp_path: Path) -> None:
+    for name, policy in (("a", "rollout"), ("ep", "static_ep")):
+        under(policy, step_report(3, lengths=LENGTHS)).write(tmp_path / name)
+    found = compare(load_runs([tmp_path / "a", tmp_path / "ep"]))
+    assert found.kinds == ["switching", "EP"]
+    assert found.warnings == ["a was free to switch and did not in steps [3]; it counts as no static run"]
+    assert found.speedup(0) == pytest.approx(1.0)
 
 
 def test_csv_holds_the_figures_of_the_reports(tmp_path: Path) -> None:

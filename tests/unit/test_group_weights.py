@@ -11,6 +11,7 @@ import pytest
 from moebius.engine.types import MemoryChange, UpdateStats
 from moebius.rollout.backlog import Backlog
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.failure_types import FailureSettings
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.ranks import RankError
 
@@ -49,7 +50,7 @@ def ranks() -> FakeRanks:
 def group(ranks: FakeRanks) -> RolloutGroup:
     group = object.__new__(RolloutGroup)
     vars(group).update(
-        config=SimpleNamespace(ranks=2, update_mode="in_place"),
+        config=SimpleNamespace(ranks=2, update_mode="in_place", failures=FailureSettings(on_failure="raise")),
         policy_version=3,
         backlog=Backlog(),
         _ranks=ranks,

@@ -115,6 +115,23 @@ def test_minus_infinity_can_be_written() -> None:
         assert "-9999.0" in text and "token_id:4" in text
 
 
+def test_without_a_token_only_programs_of_this_machine_are_served(group: FakeGroup) -> None:
+    service = RolloutService(group, ServiceSettings(idle_s=0.05))  # type: ignore[arg-type]
+    with serving(make_app(service)) as url:
+        port = url.rpartition(":")[2]
+        for headers in [
+            {"Host": "evil.example"},
+            {"Host": "[x"},
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+        ]:
+            answer = httpx.post(f"{url}/pause", headers=headers)
+            assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error"
+        assert not service.stats().paused
+        for headers in [{}, {"Host": f"localhost:{port}", "Origin": f"http://127.0.0.1:{port}"}, {"Host": "[::1]:1"}]:
+            assert httpx.get(f"{url}/metrics", headers=headers).status_code == 200
+
+
 def test_exposure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8")] == [True] * 4
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"))

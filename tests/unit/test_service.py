@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from moebius.kernels.noise import derive_seed
-from moebius.rollout.errors import BadInput, GroupNotReady, QueueFull, RankDied
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, QueueFull, RankDied
+from moebius.rollout.failure_types import Loss
 from moebius.rollout.service import RolloutService
 from moebius.rollout.service_types import ServiceSettings
-from tests.unit.service_group import FakeGroup, token
+from tests.unit.service_group import FakeGroup, sample_of, token
 
 FAST: dict[str, Any] = {"idle_s": 0.05, "quiet_s": 0.05}
 
@@ -292,6 +293,65 @@ def test_losses_are_made_good(group: FakeGroup, serve: Any) -> None:
 
     asyncio.run(run())
     assert group.log.count("restart") == 3
+
+
+def test_a_step_that_goes_on_after_a_loss(group: FakeGroup, serve: Any) -> None:
+    """What was not streamed is drawn again by the step itself; what was streamed cannot be."""
+    service = serve()
+
+    async def run() -> None:
+        stream = service.stream([service.prepare([1], {"max_tokens": 50})])
+        await anext(aiter(stream))
+        group.hold = True
+        other = asyncio.create_task(service.generate([2]))
+        await until(lambda: in_step(group) == 2)
+        group.step.losses.append(Loss("step 0", "rank 1 died", 1, "prefill", 0.0, 0.0))  # type: ignore[union-attr]
+        with pytest.raises(RankDied, match="rank 1 died; what was streamed cannot be drawn again"):
+            async for _ in stream:
+                pass
+        group.hold = False
+        assert len((await other).samples[0].token_ids) == 4
+        assert service.stats().restarts == 1 and "restart" not in group.log
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_was_given_up_is_an_error(group: FakeGroup, serve: Any) -> None:
+    service = serve()
+
+    async def run() -> None:
+        group.hold = True
+        running = asyncio.create_task(service.generate([1], n=2))
+        await until(lambda: in_step(group) == 2)
+        step = group.step
+        assert step is not None
+        for key in list(step.live):
+            del step.live[key]
+            sample = sample_of(key, [], "failed", 0)
+            sample.stop_reason = "given up, since ranks were lost"
+            step.ready.append((key, sample))
+        with pytest.raises(MoebiusError, match="given up"):
+            await running
+        group.hold = False
+        await service.generate([2])
+
+    asyncio.run(run())
+
+
+def test_a_group_that_gave_up_is_not_restarted(group: FakeGroup, serve: Any) -> None:
+    service = serve(on_loss="raise")
+
+    async def run() -> None:
+        group.hold = group.gave_up = True
+        running = asyncio.create_task(service.generate([1]))
+        await until(lambda: in_step(group) == 1)
+        group.lose()
+        with pytest.raises(RankDied):
+            await running
+        await until(lambda: service.stats().dead is not None)
+
+    asyncio.run(run())
+    assert "restart" not in group.log and "no replay" in group.log
 
 
 def test_no_more_restarts(group: FakeGroup, serve: Any) -> None:

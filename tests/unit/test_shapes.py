@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moebius.engine.capture import capture_sizes
-from moebius.engine.config import EngineConfig, PolicyConfig
+from moebius.engine.capture import capture_sizes, tp_batched_tokens
+from moebius.engine.config import EngineConfig, PolicyConfig, TailConfig
 from moebius.engine.layout import Layout, ModelShape, ShardMap
 from moebius.rollout.checkpoint import check_model
 
@@ -88,6 +88,28 @@ def test_sizes_follow_the_policy():
         assert capture_sizes(Layout.TP, engine(kind=kind, max_num_seqs=1024)) == ep
     assert max(capture_sizes(Layout.TP, engine(kind="static_ep", max_num_seqs=1024))) <= 8
     assert capture_sizes(Layout.TP, engine(threshold=0)) == [1]
+
+
+def test_drafts_make_multiples_for_tp_only():
+    """Every batch with all its drafts has a graph of its own size, and one without drafts is rounded up by little."""
+    tail = TailConfig(speculation="ngram", draft_tokens=4)
+    plain = EngineConfig(model="m", max_num_seqs=256, policy=PolicyConfig(threshold=64))
+    config = plain.model_copy(update={"tail": tail})
+    assert capture_sizes(Layout.EP, config) == capture_sizes(Layout.EP, plain)
+    batches, sizes = capture_sizes(Layout.TP, plain), capture_sizes(Layout.TP, config)
+    assert all(size % 5 == 0 for size in sizes)
+    assert {5 * batch for batch in batches} <= set(sizes) and max(sizes) == 5 * max(batches)
+    for batch in batches:
+        assert min(size for size in sizes if size >= batch) - batch < 5
+    tight = config.model_copy(update={"max_num_batched_tokens": 512})
+    assert tp_batched_tokens(tight) == 5 * 256 and tp_batched_tokens(config) is None
+    assert tp_batched_tokens(plain.model_copy(update={"max_num_batched_tokens": 512})) == 512
+
+
+def test_speculation_off_as_yaml_reads_it():
+    assert TailConfig(speculation=False) == TailConfig() and TailConfig().drafted == 0
+    with pytest.raises(ValueError, match="speculation"):
+        TailConfig(speculation=True)
 
 
 def test_given_sizes_and_caps():

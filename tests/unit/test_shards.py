@@ -21,6 +21,7 @@ from moebius.rollout.shards import (
     shard_fault,
     shard_path,
     shard_rows,
+    shard_schema,
     write_shard,
 )
 from moebius.rollout.types import Rollout, Sample
@@ -34,7 +35,7 @@ ROLLOUTS = [
         0,
         [5, 6],
         [
-            Sample(0, [8, 9], [-0.5, -0.25], [{8: -0.5, 3: -1.0}, {9: -0.25}], "ab", "stop", 2, 7, 1),
+            Sample(0, [8, 9], [-0.5, -0.25], [{8: -0.5, 3: -1.0}, {9: -0.25}], "ab", "stop", 2, 7, 1, [(6, 1), (7, 1)]),
             Sample(1, [], [], [], "", "abort", None, 7, 0),
         ],
     ),
@@ -62,13 +63,36 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "meta": '{"difficulty": 3.5}', "prompt_token_ids": [5, 6], "token_ids": [8, 9], "logprobs": [-0.5, -0.25],
         "top_logprobs": [[(8, -0.5), (3, -1.0)], [(9, -0.25)]], "text": "ab", "finish_reason": "stop",
         "stop_reason": "2", "policy_version": 7, "rank": 1, "reward": 1.0,
+        "versions": [{"policy_version": 6, "tokens": 1}, {"policy_version": 7, "tokens": 1}],
     }  # fmt: skip
+    assert [row["versions"] for row in found[1:]] == [[]] * 3
     assert [row["reward"] for row in found] == [1.0, None, 0.5, 0.0]
     assert found[2]["question"] == '[{"role": "user", "content": "é?"}]'
     assert found[2]["logprobs"] is None and found[2]["text"] is None and found[2]["stop_reason"] == "x"
     assert [(row["prompt_index"], row["sample_index"]) for row in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["step_0003.parquet"]
     assert {row["reward"] for row in shard_rows(0, PROMPTS, ROLLOUTS)} == {None}
+
+
+def test_shards_written_before_versions_were_recorded(tmp_path: Path) -> None:
+    path = write_shard(tmp_path, 3, rows())
+    pq.write_table(pq.read_table(path).drop_columns(["versions"]), path)
+    assert shard_fault(path, 3, 4) is None
+    assert [row["versions"] for row in read_shard(path)] == [None] * 4
+    assert set(read_shard(path)[0]) == set(shard_schema().names)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("keep me")
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / ".lock").symlink_to(outside)
+    with pytest.raises(BadInput, match="is a link"), JobFolder(tmp_path / "job"):
+        pass
+    assert outside.read_text() == "keep me"
+    (tmp_path / "job" / "step_0003.parquet").symlink_to(outside)
+    write_shard(tmp_path / "job", 3, rows())
+    assert outside.read_text() == "keep me" and not (tmp_path / "job" / "step_0003.parquet").is_symlink()
 
 
 def test_a_step_that_is_done_again_replaces_its_shard(tmp_path: Path) -> None:

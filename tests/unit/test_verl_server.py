@@ -13,6 +13,7 @@ import pytest
 from moebius.engine.config import EngineConfig
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import BadInput, MoebiusError
+from moebius.rollout.integrations import waiting
 from moebius.rollout.integrations.verl import server as module
 from moebius.rollout.integrations.verl.agent_loop import _trajectories
 from moebius.rollout.integrations.verl.settings import VerlSettings
@@ -206,7 +207,7 @@ def test_a_validation_is_in_no_numbers() -> None:
 
 
 def test_requests_fail_where_only_new_weights_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(waiting, "LOOK_S", 0.01)
 
     async def main() -> None:
         server, service = make()

@@ -12,7 +12,8 @@ import pytest
 from moebius.engine.config import EngineConfig
 from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome, StepStats
-from moebius.rollout.worker import EngineError, RankSetup, RankWorker, rank_environment
+from moebius.rollout.rank_setup import RankSetup, rank_environment
+from moebius.rollout.worker import EngineError, RankWorker
 
 
 class SlowEngine:

@@ -15,10 +15,10 @@ from moebius.rollout.integrations.verl.metrics import Metrics, step_metrics
 from moebius.rollout.integrations.verl.settings import VerlSettings, sampling_of
 from moebius.rollout.integrations.verl.steps import Trajectories
 from moebius.rollout.integrations.verl.transfer import SOURCE, drain, note
+from moebius.rollout.integrations.waiting import unless_blocked
 from moebius.rollout.report import StepReport
-from moebius.rollout.types import Rollout, Sample
+from moebius.rollout.types import Sample
 
-LOOK_S = 5.0  # between looks at whether a request can be answered at all
 DRAIN_S = 10.0  # after a failed update, for a trainer process to begin sending what nobody reads
 
 _log = logging.getLogger(__name__)
@@ -84,25 +84,13 @@ class MoebiusServer:
         self._look_at_burst()
         self._running += 1
         try:
-            output = self._output((await self._unless_blocked(answer)).samples[0])
+            output = self._output((await unless_blocked(self._service, answer)).samples[0])
         finally:
             self._running -= 1
         if output.stop_reason == "aborted":
             self._trajectories.sent_back()
         self._note("generated", tokens=len(output.token_ids), stop=output.stop_reason, **output.extra_fields)
         return output
-
-    async def _unless_blocked(self, answer: asyncio.Future[Rollout]) -> Rollout:
-        """The answer. After the loss of a rank requests would wait for an update of the weights, and verl, which sends
-        one only after the step, for the requests: they fail instead.
-        """
-        while not answer.done():
-            await asyncio.wait({answer}, timeout=LOOK_S)
-            blocked = self._service.stats().blocked
-            if blocked and not answer.done():
-                answer.cancel()
-                raise MoebiusError(f"requests cannot be answered before the next weights: {blocked}")
-        return await answer
 
     def _output(self, sample: Sample) -> TokenOutput:
         if sample.finish_reason == "abort" and isinstance(sample.stop_reason, str):

@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from moebius.engine.config import EngineConfig, PolicyConfig
 from moebius.rollout.config import Place, RolloutConfig
 from moebius.rollout.errors import BadInput, validate
+from moebius.rollout.integrations import memory
 from moebius.rollout.service_types import ServiceSettings
 from moebius.rollout.types import Sampling
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.moebius"
-RESERVE_BYTES = 6 << 30  # of a GPU's share, neither weights nor KV: CUDA graphs, communication buffers, workspace
 
 # Fields of EngineConfig that follow from verl's own settings, and which.
 _FROM_VERL = {
@@ -160,20 +160,10 @@ def group_config(
 
 def kv_bytes(hf_config: Mapping[str, Any], name: str, ranks: int, device_bytes: int, share: float) -> int:
     """KV memory of a rank, if the rollout may use this share of a GPU. Raises BadInput when nothing is left for it."""
-    from moebius.rollout.plan_model import Gpu, PlanModel
-    from moebius.rollout.planner import memory_of
-
-    gpu = Gpu("", device_bytes / 1e9, 0, 0, 0)
-    model = PlanModel.from_config(name, hf_config, ranks)
-    memory = memory_of(model, gpu, ranks, share=share, reserve_gb=RESERVE_BYTES / 1e9)
-    if memory.kv_bytes < 1 << 28:
-        need = device_bytes * share - memory.kv_bytes
-        raise BadInput(
-            f"rollout.gpu_memory_utilization={share} of {device_bytes / 2**30:.0f} GiB leaves no room for KV beside "
-            f"the weights of both layouts ({need / 2**30:.0f} GiB with graphs and buffers): raise it, use more GPUs a "
-            f"replica, or set {WHERE}.engine.kv_cache_bytes"
-        )
-    return int(memory.kv_bytes)
+    return memory.kv_bytes(
+        hf_config, name, ranks, device_bytes, share,
+        share_setting="rollout.gpu_memory_utilization", kv_setting=f"{WHERE}.engine.kv_cache_bytes",
+    )  # fmt: skip
 
 
 def max_model_len(rollout: Any, model: Any) -> int:

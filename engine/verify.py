@@ -1,0 +1,202 @@
+"""Drafted tokens are accepted exactly while they are what would have been sampled anyway.
+
+A sampled token is a function of the logits, the sample's seed and the position (`moebius.engine.sampler`). So every
+position of a draft gets its own token, drawn from the target's logits with that position's noise as without drafts, and
+the draft is kept as far as it equals these tokens; the first that differs is replaced by the drawn one. Outputs are
+token for token those of a run without drafts, greedy or sampled, whatever was drafted; rejection sampling would only
+keep their distribution. Drafted tokens that follow a wrong one were computed for nothing.
+
+All rows (one per position) go through vLLM's ordinary sampler, with its metadata repeated per position: penalties, bad
+words and min_tokens then see the tokens before that position, drafted ones included.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+REJECTED = -1  # what vLLM takes for "no token"
+
+
+class UnknownProcessor(RuntimeError):
+    """vLLM has a logits processor that drafts are not verified with."""
+
+
+class KeyedVerifier(nn.Module):
+    """Drop-in for vLLM's `RejectionSampler` on a runner that has the counter-based sampler."""
+
+    runner: GPUModelRunner
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        super().__init__()
+        object.__setattr__(self, "runner", runner)  # not a submodule: the runner owns this
+        self._drafted: list[int] | None = None  # by row of the batch, if it had drafts; for whoever takes it
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Tokens int32 [B, longest draft + 1], REJECTED behind the last one, and logprobs in the same order.
+
+        `logits` is [drafted tokens + B, vocab]: per request one row for each drafted token and one behind them. Raises
+        ValueError if the batch has something that is not repeated per position; such batches must get no drafts.
+        """
+        if draft_probs is not None:
+            raise ValueError("drafts are verified by equality: they have no probabilities here")
+        self._drafted = list(metadata.num_draft_tokens)
+        counts = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+        device, rows = logits.device, np.repeat(np.arange(len(counts)), counts + 1)
+        first = np.cumsum(counts + 1) - (counts + 1)
+        step = np.arange(len(rows)) - first[rows]  # tokens of the draft before this row's
+        requests = _to(rows, device)
+        # seq_lens counts the whole draft as if it were accepted.
+        positions = self.runner.seq_lens[: len(counts)][requests] - _to((counts[rows] - step).astype(np.int32), device)
+        sampler: Any = self.runner.sampler
+        with sampler.topk_topp_sampler.rows(requests, positions):
+            drawn = sampler(
+                logits=logits,
+                sampling_metadata=repeated(sampling_metadata, rows, step, first, requests),
+            )
+        width = int(counts.max(initial=0)) + 1
+        steps = np.arange(width)
+        # [B, width]: rows of the logits, and where they are no more of this request its last one.
+        of_row = _to(first[:, None] + np.minimum(steps[None], counts[:, None]), device)
+        sampled = drawn.sampled_token_ids.view(-1)[of_row]
+        drafts = torch.full_like(sampled, REJECTED)
+        at = np.flatnonzero(steps[None] < counts[:, None])
+        drafts.view(-1)[_to(at, device)] = metadata.draft_token_ids.to(sampled.dtype)
+        accepted = self.accepted(sampled, drafts)
+        tokens = torch.where(_to(steps, device)[None] <= accepted[:, None], sampled, REJECTED)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=_reordered(drawn.logprobs_tensors, of_row))
+
+    def take_drafted(self) -> list[int] | None:
+        """Verified tokens by row of the batch sampled last; None if it had no drafts. Once."""
+        taken, self._drafted = self._drafted, None
+        return taken
+
+    def accepted(self, sampled: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """How many drafted tokens are kept, int64 [B]; both arguments are [B, width], REJECTED behind a draft's end."""
+        return (sampled == drafts).cumprod(dim=1).sum(dim=1)
+
+
+def check_processors(processors: LogitsProcessors) -> None:
+    """Raise UnknownProcessor if the sampler has a logits processor that `repeated` does not know."""
+    known = (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor)
+    for processor in [*processors.argmax_invariant, *processors.non_argmax_invariant]:
+        if type(processor) not in known:
+            raise UnknownProcessor(
+                f"vLLM has the logits processor {type(processor).__name__}, which drafts are not verified with: "
+                "set engine.tail.speculation=off, or take the processor away"
+            )
+
+
+def repeated(
+    metadata: SamplingMetadata, rows: np.ndarray, step: np.ndarray, first: np.ndarray, requests: torch.Tensor
+) -> SamplingMetadata:
+    """The metadata of a batch's requests, once per row of its logits.
+
+    Row i is of request rows[i] (the same as `requests`, on the device), behind step[i] tokens of its draft; request r's
+    first row is first[r].
+    """
+    holder = metadata.thinking_budget_state_holder
+    if metadata.generators or (holder is not None and holder.has_tracked_requests()):
+        raise ValueError("requests with torch generators or a thinking budget are not verified with drafts")
+
+    def each(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[requests]
+
+    by_request = {
+        name: each(getattr(metadata, name))
+        for name in ("temperature", "top_p", "top_k", "allowed_token_ids_mask")
+    }  # fmt: skip
+    if not metadata.no_penalties:
+        names = ("prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties")
+        by_request |= {name: each(getattr(metadata, name)) for name in names}
+    outputs = metadata.output_token_ids
+    drafts = metadata.spec_token_ids
+    if outputs and drafts is not None:
+        outputs = [[*outputs[r], *drafts[r][:n]] if n else outputs[r] for r, n in zip(rows, step, strict=True)]
+    ends = np.append(first[1:], len(rows))
+
+    def spread(of: dict[int, Any]) -> dict[int, Any]:
+        return {row: value for r, value in of.items() for row in range(first[r], ends[r])}
+
+    processors = LogitsProcessors()
+    processors.argmax_invariant = [_repeated(p, first, ends, requests) for p in metadata.logitsprocs.argmax_invariant]
+    processors.non_argmax_invariant = [
+        _repeated(p, first, ends, requests) for p in metadata.logitsprocs.non_argmax_invariant
+    ]
+    return replace(
+        metadata,
+        **by_request,
+        output_token_ids=outputs,
+        spec_token_ids=None,
+        bad_words_token_ids=spread(metadata.bad_words_token_ids),
+        logprob_token_ids=spread(metadata.logprob_token_ids) if metadata.logprob_token_ids else None,
+        logitsprocs=processors,
+        thinking_budget_state_holder=None,
+    )
+
+
+def _repeated(processor: Any, first: np.ndarray, ends: np.ndarray, requests: torch.Tensor) -> Any:
+    """A logits processor as `processor`, for one row per position. Its state belongs to vLLM and stays as it is."""
+    copied = copy.copy(processor)
+    pairs: list[tuple[int, int]] = []
+    if isinstance(processor, MinPLogitsProcessor):
+        if processor.min_p_count:
+            copied.min_p = processor.min_p[requests]
+    elif isinstance(processor, LogitBiasLogitsProcessor):
+        biases: list[float] = []
+        for request, bias in processor.biases.items():
+            for row in range(first[request], ends[request]):
+                pairs += [(row, token) for token in bias]
+                biases += bias.values()
+        copied.bias_tensor = processor._device_tensor(biases, torch.float32)
+        copied.logits_slice = _slice(processor, pairs)
+    elif isinstance(processor, MinTokensLogitsProcessor):
+        for request, (wanted, outputs, stops) in processor.min_toks.items():
+            for row in range(first[request], min(ends[request], first[request] + wanted - len(outputs))):
+                pairs += [(row, token) for token in stops]
+        copied.logits_slice = _slice(processor, pairs)
+        copied.min_toks = processor.min_toks if pairs else {}
+    else:
+        raise UnknownProcessor(f"the logits processor {type(processor).__name__} is not verified with drafts")
+    return copied
+
+
+def _slice(processor: Any, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, tokens = zip(*pairs, strict=True) if pairs else ((), ())
+    return processor._device_tensor(list(rows), torch.int32), processor._device_tensor(list(tokens), torch.int32)
+
+
+def _reordered(logprobs: LogprobsTensors | None, rows: torch.Tensor) -> LogprobsTensors | None:
+    """By request and position, as vLLM expects them beside the tokens."""
+    if logprobs is None:
+        return None
+    flat = rows.reshape(-1)
+    return LogprobsTensors(*(tensor[flat] for tensor in logprobs[:3]))
+
+
+def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    on_host = torch.from_numpy(np.ascontiguousarray(values))
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host

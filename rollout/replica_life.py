@@ -1,0 +1,397 @@
+"""The life of several replicas: their start on a cluster, and the loss of single ones, which come back meanwhile."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from moebius.engine.costs import CostModel
+from moebius.engine.types import MemoryTag
+from moebius.rollout.backlog import Backlog
+from moebius.rollout.checkpoint import check_model
+from moebius.rollout.config import Place, RolloutConfig
+from moebius.rollout.errors import GroupNotReady, MoebiusError
+from moebius.rollout.group import RolloutGroup
+from moebius.rollout.placement import connect, resolve_device
+from moebius.rollout.replica_homes import Homes
+from moebius.rollout.report import StepReport
+from moebius.rollout.report_startup import RankStart
+
+A = TypeVar("A")
+B = TypeVar("B")
+MakeGroup = Callable[[RolloutConfig], RolloutGroup]
+_log = logging.getLogger(__name__)
+
+
+class Room(Protocol):
+    """What `Homes` offers."""
+
+    def place(self, replica: int) -> Place:
+        """Where a replica runs."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+class Task(threading.Thread):
+    """A call on a thread of its own, which does not keep the process from ending."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call, self._found, self._error = call, None, None  # type: Callable[[], Any], Any, BaseException | None
+        self.start()
+
+    def run(self) -> None:
+        """See Thread."""
+        try:
+            self._found = self._call()
+        except BaseException as error:  # noqa: BLE001  (raised by `result`)
+            self._error = error
+
+    def result(self) -> Any:
+        """What the call gave, when it has ended; raises its error."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+@dataclass(eq=False)
+class Member:
+    """One replica."""
+
+    index: int
+    group: RolloutGroup
+    node: str
+    restarts: int = 0  # in a row without a step that ended well
+    stale: bool = False  # its ranks hold other weights than the others'
+    problem: str | None = None  # why it could not be started again
+    reviving: threading.Thread | None = None
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it takes prompts."""
+        return self.reviving is None and self.problem is None and not self.stale and self.group.running
+
+    @property
+    def why_not(self) -> str:
+        """Why it is out of service."""
+        if self.reviving is not None:
+            return "it is being started again"
+        if self.problem is not None:
+            return self.problem
+        if not self.group.running:
+            return "its ranks are lost"
+        return "it was started again and waits for a weight update"
+
+
+class ReplicaLife:
+    """What all parts of `RolloutReplicas` rest on."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        homes: Callable[[RolloutConfig, str], Room] = Homes,
+        make_group: MakeGroup = RolloutGroup,
+    ) -> None:
+        """`homes` and `make_group` are replaced in tests."""
+        folder = check_model(config.engine, config.ranks)
+        self.config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": str(folder)})})
+        self.backlog = Backlog()  # complete groups that nobody was given, and prompts that no replica has
+        self.last_report: StepReport | None = None
+        self.policy_version = 0
+        self.losses = 0  # of single replicas, so far
+        self._one_call = threading.Lock()
+        self._make_group = make_group
+        self._closed = False
+        self._updated = False
+        self._next_step = 0
+        self._update_s: float | None = None
+        self._asleep: set[MemoryTag] = set()
+        connect(config)
+        self.device = resolve_device(config)
+        self._make_homes = homes
+        self._take_homes()
+        try:
+            self._members = self._start_all()
+        except BaseException:
+            self._closed = True
+            self._homes.close()
+            raise
+        self.startup: list[RankStart] = self._starts()
+        self._unreported_start: list[RankStart] | None = self.startup
+        atexit.register(self.shutdown)
+
+    def _take_homes(self) -> None:
+        self._homes = self._make_homes(self.config, self.device)
+        atexit.register(self._homes.close)  # before the groups' own, so that it runs after them
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether a replica has ranks."""
+        return not self._closed and any(member.group.running for member in self._members)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the replicas were shut down."""
+        return self._closed
+
+    @property
+    def in_service(self) -> list[int]:
+        """Numbers of the replicas that take prompts."""
+        return [member.index for member in self._members if member.in_service]
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt + output."""
+        return self._members[0].group.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._members[0].group.vocab_size
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether samples come with their text."""
+        return self._members[0].group.has_tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. Raises BadInput when the model folder has none."""
+        return self._members[0].group.tokenizer
+
+    @property
+    def costs(self) -> CostModel | None:
+        """Of iterations and switches, as the first replica has them."""
+        return self._members[0].group.costs
+
+    @property
+    def costs_from(self) -> str:
+        """Where `costs` come from, or why there are none."""
+        return self._members[0].group.costs_from
+
+    def pids(self) -> list[int]:
+        """Process ids of all ranks on their nodes; of a lost replica none."""
+        return [pid for member in self._members if member.group.running for pid in member.group.pids()]
+
+    # ---- starting ---------------------------------------------------------------------------------------------------
+
+    def _start_all(self) -> list[Member]:
+        """All replicas at once. One that cannot start ends the others: settings or the machine are at fault."""
+        started: list[Member | None] = [None] * self.config.replicas
+        failures: list[BaseException] = []
+        over = threading.Event()  # nobody waits any more
+
+        def start(index: int) -> None:
+            try:
+                place = self._homes.place(index)
+                group = self._make_group(self._own(place))
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                failures.append(error)
+                return
+            if over.is_set():
+                group.shutdown()
+                return
+            started[index] = Member(index, group, place.node or "")
+
+        # Not the pool's: those would hold up the end of a process that is told to stop meanwhile.
+        threads = [threading.Thread(target=start, args=(i,), daemon=True) for i in range(self.config.replicas)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if failures:
+                raise failures[0]
+        except BaseException:
+            over.set()
+            for member in started:
+                if member is not None:
+                    member.group.shutdown()
+            raise
+        return [member for member in started if member is not None]
+
+    def _own(self, place: Place) -> RolloutConfig:
+        """The configuration of one replica."""
+        # Its prompts go to the others at once: they need not wait until it has started again.
+        failures = self.config.failures.model_copy(update={"on_failure": "raise"})
+        return self.config.model_copy(update={"replicas": 1, "place": place, "failures": failures})
+
+    def _starts(self) -> list[RankStart]:
+        found = []
+        for member in self._members:
+            first = member.index * self.config.ranks
+            for start in member.group.startup:
+                memory = start.memory.model_copy(update={"rank": first + start.rank})
+                found.append(start.model_copy(update={"rank": first + start.rank, "memory": memory}))
+        return found
+
+    # ---- losses -----------------------------------------------------------------------------------------------------
+
+    def lose(self, member: Member, error: MoebiusError) -> None:
+        """A replica cannot go on: start it again while the others do, if it may."""
+        _log.warning("replica %d is lost: %s", member.index, error)
+        self.losses += 1
+        # What it had parked is drawn anew by whoever has room, with the same seeds.
+        self.backlog.keep(member.group.backlog.take(), {})
+        if self._closed or member.reviving is not None:
+            return
+        settings = self.config.failures
+        if settings.on_failure == "raise" or member.restarts >= settings.max_restarts:
+            member.problem = str(error).splitlines()[0]
+            return
+        member.restarts += 1
+        member.reviving = threading.Thread(target=self._revive, args=(member,), daemon=True)
+        member.reviving.start()
+
+    def _revive(self, member: Member) -> None:
+        try:
+            self._bring_up(member)
+            _log.warning("replica %d was started again", member.index)
+        except Exception as error:  # noqa: BLE001  (told to whoever asks why it is out of service)
+            member.problem = f"it could not be started again: {error}"
+            _log.error("replica %d: %s", member.index, member.problem)
+        finally:
+            member.reviving = None
+
+    def _bring_up(self, member: Member) -> None:
+        """New ranks for a replica, on another node if its own is gone."""
+        place = self._homes.place(member.index)
+        if place == member.group.config.place:
+            member.group.restart()
+            # With `failures.keep_weights` it has the last ones, unless others have come since.
+            stale = member.group.problem is not None or member.group.policy_version != self.policy_version
+        else:
+            member.group.shutdown()
+            member.group = self._make_group(self._own(place))
+            member.node, stale = place.node or "", self._updated
+        if self._closed:
+            member.group.shutdown()
+            return
+        member.stale, member.problem = stale, None
+        if self._asleep:  # the others have given this memory to somebody
+            member.group.sleep(self._asleep)
+
+    def _await_revivals(self) -> None:
+        for member in self._members:
+            thread = member.reviving
+            if thread is not None:
+                thread.join()
+
+    def ready(self) -> list[Member]:
+        """Replicas that take prompts."""
+        return [] if self._closed else [member for member in self._members if member.in_service]
+
+    def awaits_replica(self) -> bool:
+        """Whether one is in service, or being started again."""
+        return not self._closed and any(m.in_service or m.reviving is not None for m in self._members)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether all replicas are lost, after too many restarts in a row."""
+        most = self.config.failures.max_restarts
+        return all(not member.group.running and member.restarts >= most for member in self._members)
+
+    def _serving(self) -> list[Member]:
+        """Replicas that take prompts; waits for one that is being started if there is no other.
+
+        Raises GroupNotReady with what keeps each.
+        """
+        if self._closed:
+            raise GroupNotReady("the replicas were shut down; restart() them or make new ones")
+        if not self.in_service:
+            self._await_revivals()
+        found = [member for member in self._members if member.in_service]
+        if not found:
+            words = "; ".join(f"replica {member.index}: {member.why_not}" for member in self._members)
+            raise GroupNotReady(f"no replica is in service: {words}; send weights with update_weights, or restart()")
+        return found
+
+    def restart(self) -> None:
+        """Start the lost replicas anew, all of them if none is lost; otherwise as `RolloutGroup.restart`."""
+        with self._exclusively("restart"):
+            if self._closed:
+                self._take_homes()
+                self._closed = False
+                atexit.register(self.shutdown)
+            self._await_revivals()
+            down = [m for m in self._members if not m.group.running or m.problem] or self._members
+            for member in down:
+                self.backlog.keep(member.group.backlog.take(), {})
+            for member, error in zip(down, self.in_parallel(down, self._restarted), strict=True):
+                if error is not None:
+                    member.problem = f"it could not be started again: {error}"
+                    raise error
+                member.restarts = 0
+            self.startup = self._unreported_start = self._starts()
+
+    def _restarted(self, member: Member) -> MoebiusError | None:
+        try:
+            self._bring_up(member)
+        except MoebiusError as error:
+            return error
+        return None
+
+    def shutdown(self) -> None:
+        """End all ranks and free what they held. May be called again, and from another thread during a step."""
+        self._closed = True
+        atexit.unregister(self.shutdown)
+        for member in self._members:
+            member.group.shutdown()
+        self._homes.close()
+        atexit.unregister(self._homes.close)
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def in_parallel(self, items: Iterable[A], call: Callable[[A], B]) -> list[B]:
+        """`call` of each at the same time; answers in order. All have ended when this returns or raises."""
+        tasks = [Task(lambda item=item: call(item)) for item in items]  # type: ignore[misc]
+        for task in tasks:
+            task.join()
+        return [task.result() for task in tasks]
+
+    @contextmanager
+    def _exclusively(self, name: str) -> Iterator[None]:
+        if not self._one_call.acquire(blocking=False):
+            raise MoebiusError(f"{name}: another call is running on these replicas; they serve one at a time")
+        try:
+            yield
+        finally:
+            self._one_call.release()
+
+    def _all(self, members: Sequence[Member], call: Callable[[Member], B]) -> dict[int, B]:
+        """`call` of each replica at the same time. One whose ranks are lost by it is left out of the answer, by number.
+
+        Raises what else goes wrong, when all have ended; GroupNotReady if none is left.
+        """
+
+        def guarded(member: Member) -> tuple[B | None, MoebiusError | None]:
+            try:
+                return call(member), None
+            except MoebiusError as error:
+                return None, error
+
+        found: dict[int, B] = {}
+        failure: MoebiusError | None = None
+        lost: MoebiusError | None = None
+        for member, (answer, error) in zip(members, self.in_parallel(members, guarded), strict=True):
+            if error is None:
+                found[member.index] = answer  # type: ignore[assignment]
+            elif member.group.running:
+                failure = error
+            else:
+                lost = error
+                self.lose(member, error)
+        if failure is not None:
+            raise failure
+        if not found and lost is not None:
+            raise lost
+        return found

@@ -1,0 +1,115 @@
+"""What the tests of speculative decoding run inside rank processes: other drafters and texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from moebius.engine.config import PolicyConfig
+from moebius.engine.draft_index import Drafts
+from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
+from tests.engine import work
+
+
+def set_mode(engine: Any, mode: str) -> None:
+    """Draft from other texts from the next tail on."""
+    drafts = engine.switcher.drafts
+    drafts.mode = drafts.drafter.mode = mode
+    drafts.library = type(drafts.library)(mode, 1 << 16)
+
+
+def run_guessing(
+    engine: Any, kind: str, truth: dict[SampleKey, list[int]], switches: Any, requests: list[SampleRequest]
+) -> StepOutcome:
+    """A step whose drafts are the truth ("right"), never it ("wrong"), or sometimes ("both"). `truth` is all tokens."""
+    drafter = engine.switcher.drafts.drafter
+    names = {str(key): tokens for key, tokens in truth.items()}
+
+    def guess(slots: Any, limits: Any, lengths: Any) -> Drafts:
+        of_slot = {slot: name for name, slot in drafter._slot_of.items()}
+        width = drafter.width
+        found = Drafts(np.zeros((len(slots), width), np.int32), np.ones((len(slots), width)), np.zeros(len(slots), int))
+        for row, (slot, limit, length) in enumerate(zip(slots, limits, lengths, strict=True)):
+            step, prompt, sample = (int(part) for part in of_slot[slot].split("-")[0].split(":"))
+            next_ones = names[str(SampleKey(prompt, sample, step))][length : length + limit]
+            # The seventh vocabulary entry further on is another token, and a valid one.
+            shift = {"right": 0, "wrong": 7, "both": 7 * (length % 3 == 0)}[kind]
+            found.tokens[row, : len(next_ones)] = [(token + shift) % 512 for token in next_ones]
+            if kind == "both" and len(next_ones) > 2:
+                found.tokens[row, 2] = (next_ones[2] + 7 * (length % 2)) % 512
+            found.counts[row] = len(next_ones)
+        return found
+
+    drafter.guess = guess
+    try:
+        if isinstance(switches, PolicyConfig):
+            return work.run(engine, switches, requests)
+        return work.run_alternating(engine, switches, requests)
+    finally:
+        del drafter.guess
+
+
+def wait_for_texts(engine: Any, wait: bool) -> None:
+    """Drafts from the first pass of a tail on, so that short tests have any."""
+    kind = type(engine.switcher.drafts)
+    if wait:
+        engine.switcher.drafts.begin = lambda live: (kind.begin(engine.switcher.drafts, live), _built(engine))
+    else:
+        del engine.switcher.drafts.begin
+
+
+def _built(engine: Any) -> None:
+    engine.switcher.drafts._build.exception()  # waits
+
+
+def library(engine: Any) -> tuple[int, int]:
+    """Tokens and scopes of this rank's library."""
+    held = engine.switcher.drafts.library
+    return held.tokens, len(held._texts)
+
+
+def speculation_of_runtimes(engine: Any) -> list[tuple[Any, bool, int]]:
+    """EP, TP: drafted tokens, whether scheduled asynchronously, tokens per iteration."""
+    return [
+        (
+            runtime.core.vllm_config.num_speculative_tokens,
+            runtime.core.vllm_config.scheduler_config.async_scheduling,
+            runtime.core.vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+        for runtime in (engine.pair.ep, engine.pair.tp)
+    ]
+
+
+def demand(engine: Any, requests: list[SampleRequest]) -> tuple[int, int, int]:
+    """Pages that the first capacity check of a switch to TP asked for, TP's pages, and requests with KV."""
+    fits, seen = type(engine.switcher).fits_tp, []
+
+    def fits_tp() -> Any:
+        seen.append(fits(engine.switcher))
+        return seen[-1]
+
+    engine.switcher.fits_tp = fits_tp
+    try:
+        work.run(engine, PolicyConfig(kind="scheduled", at_iteration=9), requests)
+    finally:
+        del engine.switcher.fits_tp
+    return seen[0].pages, seen[0].pages_available, seen[0].requests
+
+
+def step_by_costs(engine: Any, requests: list[SampleRequest]) -> tuple[int, int, StepOutcome, float]:
+    """Costs are measured, and a step chooses drafts' lengths by them.
+
+    Returns the library's tokens before and after the measurement, the step's outcome, and the tail's speed afterwards.
+    """
+    from moebius.engine.calibrate import Grid, calibrate
+
+    drafts = engine.switcher.drafts
+    before = drafts.library.tokens
+    costs, _ = calibrate(engine, Grid(batches=(2, 8), contexts=(16,), iterations=4), key={})
+    after = drafts.library.tokens
+    drafts.know(costs, engine.pair, adaptive=True)
+    try:
+        return before, after, work.run(engine, PolicyConfig(kind="scheduled", at_iteration=9), requests), drafts.speed
+    finally:
+        drafts.know(None, engine.pair, adaptive=False)

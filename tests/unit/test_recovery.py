@@ -1,0 +1,316 @@
+"""How a group comes back after losses, what ranks leave to be read, and kept weights; no Ray, no engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moebius.engine import phases
+from moebius.engine.types import Iteration, SampleKey, SampleResult, StepOutcome, StepStats
+from moebius.rollout import kept, recovery
+from moebius.rollout.backlog import Backlog
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.failure_types import FailureSettings, Loss
+from moebius.rollout.group import RolloutGroup
+from moebius.rollout.kept import Keeper, KeptWriter, read_kept
+from moebius.rollout.marks import Marker, mark_path, read_mark
+from moebius.rollout.output import step_line
+from moebius.rollout.ranks import RankError
+from moebius.rollout.report import build_report
+from moebius.rollout.report_step import step_card
+from moebius.rollout.shm import make_ident
+
+DIED = RankDied("rank 1 ended during step 4\n  | last words", rank=1, step=4, phase="prefill")
+
+
+class FakeRanks:
+    def __init__(self) -> None:
+        self.closed = False
+        self.pulled: list[Any] = []
+        self.failing: Exception | None = None
+
+    def call(self, method: str, args: Any = None, **how: Any) -> list[Any]:
+        assert method == "pull_update"
+        if self.failing:
+            raise self.failing
+        self.pulled.append(args[0])
+        return [None, None]
+
+    def close(self, *, gently: bool) -> None:
+        self.closed = True
+
+
+class Group(RolloutGroup):
+    """Ranks start in no time, or not at all."""
+
+    def __init__(self, **failures: Any) -> None:
+        self.config: Any = SimpleNamespace(ranks=2, failures=FailureSettings(**failures))
+        self.policy_version, self.backlog = 3, Backlog()
+        self.ranks = [FakeRanks()]
+        self._ranks: Any = self.ranks[0]
+        self._problem, self._updated, self._shut_down = None, False, False
+        self._one_call = threading.Lock()
+        self.losses, self.gave_up, self._asleep = [], False, set()
+        self.refusing: list[Exception] = []  # of starts
+
+    def _start(self) -> None:
+        if self.refusing:
+            raise self.refusing.pop(0)
+        self.ranks.append(FakeRanks())
+        self._ranks, self._problem = self.ranks[-1], None
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "connect", lambda config: None)
+
+
+def test_new_ranks_with_the_checkpoint() -> None:
+    group = Group()
+    assert group.recover(group.ranks[0], DIED, "step 4") is group.ranks[1]
+    assert group.ranks[0].closed and group._ready() is group.ranks[1]
+    [loss] = group.losses
+    assert (loss.during, loss.rank, loss.phase) == ("step 4", 1, "prefill")
+    assert loss.why == "rank 1 ended during step 4" and loss.seconds >= 0
+
+
+def test_with_raise_the_group_waits_for_restart() -> None:
+    group = Group(on_failure="raise")
+    with pytest.raises(RankDied) as death:
+        group.recover(group.ranks[0], DIED, "step 4")
+    assert death.value is DIED and group.ranks[0].closed and not group.running
+    with pytest.raises(GroupNotReady, match=r"rank 1 ended during step 4; call restart\(\)"):
+        group._ready()
+    group.restart()
+    assert group._ready() is group.ranks[1]
+
+
+def test_weights_that_nobody_kept_are_asked_for() -> None:
+    group = Group()
+    group._updated = True
+    with pytest.raises(RankDied, match=r"policy version 3 is lost with the ranks: call restart.*keep_weights") as death:
+        group.recover(group.ranks[0], DIED, "step 4")
+    assert (death.value.rank, death.value.step, death.value.phase) == (1, 4, "prefill")
+    assert "last words" in str(death.value) and len(group.ranks) == 1, "no start for nothing"
+    group.restart()
+    with pytest.raises(GroupNotReady, match="holds the checkpoint's weights, not policy version 3"):
+        group._ready()
+
+
+def test_kept_weights_are_read_by_the_new_ranks() -> None:
+    group = Group()
+    group._updated, group._kept = True, "/dev/shm/kept-1"
+    group.recover(group.ranks[0], DIED, "step 4")
+    assert group.ranks[1].pulled == [(3, "moebius.rollout.kept:read_kept", ("/dev/shm/kept-1", 2), "in_place")]
+    group.restart()
+    assert group._ready() is group.ranks[2] and group.ranks[2].pulled
+
+
+def test_kept_weights_that_are_gone() -> None:
+    """The error says what is missing; the ranks are there, and an update mends them."""
+    group = Group()
+    group._updated, group._kept = True, "/dev/shm/kept-1"
+    start = group._start
+
+    def start_and_fail() -> None:
+        start()
+        group.ranks[-1].failing = RankError("rank 0 failed", ValueError("cannot be read"), by_all=True)
+
+    group._start = start_and_fail  # type: ignore[method-assign]
+    with pytest.raises(RankDied, match="holds the checkpoint's weights, not policy version 3; send them"):
+        group.recover(group.ranks[0], DIED, "step 4")
+    assert group.running and group._kept is None
+
+
+def test_a_callback_sends_weights() -> None:
+    group = Group()
+    group._updated = True
+    calls: list[int] = []
+
+    def on_restart() -> None:
+        with group._exclusively("update_weights"):  # as it does, though a call is running
+            calls.append(group.policy_version)
+            group._problem = None
+
+    group.on_restart = on_restart
+    with group._exclusively("generate"):
+        group.recover(group.ranks[0], DIED, "step 4")
+        with pytest.raises(MoebiusError, match="another call is running"), group._exclusively("sleep"):
+            pass
+    assert calls == [3]
+    group.on_restart = lambda: None
+    with pytest.raises(RankDied, match="send them with update_weights"):
+        group.recover(group.ranks[1], DIED, "step 4")
+
+
+def test_an_error_of_the_callback_is_the_callers() -> None:
+    group = Group()
+
+    def on_restart() -> None:
+        raise ZeroDivisionError
+
+    group.on_restart = on_restart
+    with pytest.raises(ZeroDivisionError):
+        group.recover(group.ranks[0], DIED, "step 4")
+
+
+def test_starts_are_tried_again_and_not_for_ever() -> None:
+    group = Group(max_restarts=3)
+    group.refusing = [MoebiusError("no room"), MoebiusError("no room")]
+    assert group.recover(group.ranks[0], DIED, "step 4") is group.ranks[1]
+    with pytest.raises(RankDied, match=r"3 restarts without a step that ended well .*; call restart\(\)"):
+        group.recover(group.ranks[1], DIED, "step 4")
+    assert group.gave_up and not group.running
+    group.restart()
+    assert not group.gave_up
+    group.refusing = [BadInput("engine.model: no such folder")]
+    with pytest.raises(BadInput, match="no such folder"):
+        group.recover(group.ranks[2], DIED, "step 4")
+
+
+def test_a_group_that_was_shut_down_does_not_come_back() -> None:
+    group = Group()
+    group._ranks, group._problem = None, "the group was shut down; restart() it or make a new one"
+    with pytest.raises(GroupNotReady, match="shut down"):
+        group.recover(group.ranks[0], DIED, "step 4")
+    assert len(group.ranks) == 1
+
+
+def test_a_call_that_does_not_go_on() -> None:
+    group = Group()
+    told = group.after_loss(group.ranks[0], DIED, "the update to version 4")
+    assert "the ranks were started again and hold policy version 3" in str(told) and isinstance(told, RankDied)
+    assert group._ready() is group.ranks[1]
+    group._updated = True
+    told = group.after_loss(group.ranks[1], DIED, "the update to version 4")
+    assert "holds the checkpoint's weights, not policy version 3; send them" in str(told) and group.running
+    group = Group(on_failure="raise")
+    assert group.after_loss(group.ranks[0], DIED, "x") is DIED and not group.running
+
+
+# ---- what dead ranks leave ------------------------------------------------------------------------------------------
+
+
+def test_a_mark_outlives_its_process(tmp_path: Path) -> None:
+    ident = make_ident()
+    code = (
+        "import os, signal, sys; from pathlib import Path; from moebius.rollout.marks import Marker\n"
+        "mark = Marker(Path(sys.argv[1])); mark('prefill'); mark('decode in EP'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = mark_path(ident, 1, tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    mark = read_mark(str(ident), 1, tmp_path)
+    assert mark is not None and mark.phase == "decode in EP" and mark.since > 0
+    assert read_mark(str(ident), 0, tmp_path) is None and read_mark("", 0, tmp_path) is None
+    marker = Marker(path)
+    assert read_mark(str(ident), 1, tmp_path) is None, "nothing was told yet"
+    marker("x" * 500)
+    assert len(read_mark(str(ident), 1, tmp_path).phase) == 120  # type: ignore[union-attr]
+    marker.close()
+
+
+def test_phases_are_told_to_all_observers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(phases, "observers", [seen.append, seen.append])
+    phases.enter(phases.switch("TP", "kv"))
+    assert seen == ["switch to TP, phase kv"] * 2
+    assert phases.own_requests_only("prefill") and phases.own_requests_only("decode in EP")
+    assert not phases.own_requests_only("decode in TP") and not phases.own_requests_only(seen[0])
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keeper:
+    monkeypatch.setattr(kept, "SHM_DIR", tmp_path)
+    return Keeper()
+
+
+WEIGHTS = {f"layer.{i}.weight": torch.arange(7 * i, dtype=torch.float32).view(7, i).to(dtype)
+           for i, dtype in enumerate([torch.bfloat16, torch.float32, torch.float16] * 5)}  # fmt: skip
+WEIGHTS["a scalar"] = torch.tensor(3.5)
+
+
+def write(files: str, ranks: int, end: bool = True) -> None:
+    for rank in range(ranks):
+        writer = KeptWriter(files, rank, ranks)
+        writer.take(list(WEIGHTS.items())[:4])
+        writer.take(list(WEIGHTS.items())[4:])
+        if end:
+            writer.end()
+
+
+def test_kept_weights_come_back_each_once(keeper: Keeper, tmp_path: Path) -> None:
+    files = keeper.new_set()
+    write(files, 3)
+    read = [pair for batch in read_kept(files, 3) for pair in batch]
+    assert len(read) == len(WEIGHTS)
+    for name, tensor in read:
+        assert tensor.dtype == WEIGHTS[name].dtype and tensor.shape == WEIGHTS[name].shape
+        assert torch.equal(tensor, WEIGHTS[name])
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 3 and min(sizes) > 0, "every rank has a share"
+    newer = keeper.new_set()
+    write(newer, 3)
+    keeper.keep_only(newer)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{Path(newer).name}-{rank}" for rank in range(3)}
+    keeper.keep_only(None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_kept_weights_of_an_update_that_broke_off_are_refused(keeper: Keeper) -> None:
+    files = keeper.new_set()
+    write(files, 2, end=False)
+    with pytest.raises(ValueError, match=r"are not whole|cannot be read"):
+        list(read_kept(files, 2))
+    with pytest.raises(ValueError, match="cannot be read"):
+        list(read_kept(files + "0", 2))
+
+
+def test_no_room_for_kept_weights_is_told_when_the_source_has_been_read(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = KeptWriter(keeper.new_set(), 0, 1)
+    read: list[int] = []
+
+    def source(parts: int) -> Any:
+        for part in range(parts):
+            read.append(part)
+            yield [(f"w{part}", torch.zeros(3))]
+
+    class Full:
+        def write(self, data: Any) -> None:
+            raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(writer, "_file", Full())
+    with pytest.raises(ValueError, match=r"No space left on device.*failures\.keep_weights: none"):
+        list(writer.along(source)(4))
+    assert read == [0, 1, 2, 3], "whoever sends is not left waiting"
+
+
+def test_reports_tell_of_losses() -> None:
+    results = [
+        SampleResult(SampleKey(0, 0), [7, 7], None, None, "length", None, 0, 0, ended_iteration=-1),
+        SampleResult(SampleKey(1, 0), [], None, None, "failed", "given up", 0, 1, ended_iteration=-1),
+    ]
+    stats = [StepStats(rank, 2, total_s=2.0, iterations=[Iteration(1.0, "EP", 1, 1, 5.0)]) for rank in range(2)]
+    outcomes = [StepOutcome([result], own) for result, own in zip(results, stats, strict=True)]
+    loss = Loss("step 4", "rank 1 <died>", 1, "prefill", 5.0, 12.5, replayed=2, given_up=((4, 1),))
+    report = build_report(
+        outcomes, step=4, policy_version=0, model="m", device="cpu", prompt_tokens=[3, 3], losses=[loss]
+    )
+    [entry] = report.losses
+    assert (entry.rank, entry.phase, entry.replayed, entry.given_up) == (1, "prefill", 2, [[4, 1]])
+    assert report.counts.finish_reasons["failed"] == 1 and report.sample_times is None
+    assert report.tokens_per_s == 0.5, "only what the last start has sampled"
+    assert report.counterfactual.reason == "ranks were lost during the step"
+    assert "rank 1 &lt;died&gt;; after 12.5 s 2 samples were drawn anew" in step_card(report, 100, is_open=True)
+    assert "ranks lost 1 times" in step_line(report)
