@@ -34,8 +34,9 @@ class Keeper:
         self._ident = make_ident()
         self._sets = 0
 
-    def new_set(self) -> str:
-        """A name for the files of one update."""
+    def new_set(self, kept: str | None) -> str:
+        """A name for the files of one update. All others but those of `kept` are removed, such as of failed ones."""
+        self.keep_only(kept)
         self._sets += 1
         return str(SHM_DIR / f"{self._ident}-kept-{self._sets}")
 

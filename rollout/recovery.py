@@ -181,7 +181,7 @@ class GroupRecovery(GroupLife):
         if self._keeper is None:
             actor = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=on_node(ranks.hosts[0].node))
             self._keeper = actor.remote()
-        files: str | None = self._ask_keeper("new_set")
+        files: str | None = self._ask_keeper("new_set", self._kept)
         return files
 
     def _keep_only(self, files: str | None) -> None:

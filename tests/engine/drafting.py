@@ -60,7 +60,8 @@ def wait_for_texts(engine: Any, wait: bool) -> None:
 
 
 def _built(engine: Any) -> None:
-    engine.switcher.drafts._build.exception()  # waits
+    if engine.switcher.drafts._build is not None:
+        engine.switcher.drafts._build.exception()  # waits
 
 
 def library(engine: Any) -> tuple[int, int]:

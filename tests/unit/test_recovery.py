@@ -249,7 +249,9 @@ def write(files: str, ranks: int, end: bool = True) -> None:
 
 
 def test_kept_weights_come_back_each_once(keeper: Keeper, tmp_path: Path) -> None:
-    files = keeper.new_set()
+    failed = keeper.new_set(None)
+    write(failed, 3, end=False)
+    files = keeper.new_set(None)
     write(files, 3)
     read = [pair for batch in read_kept(files, 3) for pair in batch]
     assert len(read) == len(WEIGHTS)
@@ -258,8 +260,9 @@ def test_kept_weights_come_back_each_once(keeper: Keeper, tmp_path: Path) -> Non
         assert torch.equal(tensor, WEIGHTS[name])
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert len(sizes) == 3 and min(sizes) > 0, "every rank has a share"
-    newer = keeper.new_set()
+    newer = keeper.new_set(files)
     write(newer, 3)
+    assert len(list(tmp_path.iterdir())) == 6, "an update that has not been committed replaces nothing"
     keeper.keep_only(newer)
     assert {path.name for path in tmp_path.iterdir()} == {f"{Path(newer).name}-{rank}" for rank in range(3)}
     keeper.keep_only(None)
@@ -267,7 +270,7 @@ def test_kept_weights_come_back_each_once(keeper: Keeper, tmp_path: Path) -> Non
 
 
 def test_kept_weights_of_an_update_that_broke_off_are_refused(keeper: Keeper) -> None:
-    files = keeper.new_set()
+    files = keeper.new_set(None)
     write(files, 2, end=False)
     with pytest.raises(ValueError, match=r"are not whole|cannot be read"):
         list(read_kept(files, 2))
@@ -278,7 +281,7 @@ def test_kept_weights_of_an_update_that_broke_off_are_refused(keeper: Keeper) ->
 def test_no_room_for_kept_weights_is_told_when_the_source_has_been_read(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = KeptWriter(keeper.new_set(), 0, 1)
+    writer = KeptWriter(keeper.new_set(None), 0, 1)
     read: list[int] = []
 
     def source(parts: int) -> Any:
