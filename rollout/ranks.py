@@ -125,8 +125,11 @@ class Ranks:
         what: str,
         timeout_s: float | None = None,
         on_poll: OnPoll | None = None,
+        quick: bool = False,
     ) -> list[Any]:
         """Answers in rank order. `what` names the call in errors; `on_poll` gets every rank's progress as it runs.
+
+        `quick`: the call waits for nothing, so that a rank that is late gives no sign of life.
 
         Raises:
             RankDied: a rank's process ended, was silent for `silent_s` (only with `on_poll`), or the time ran out.
@@ -153,8 +156,7 @@ class Ranks:
                 on_poll(watch.look())
                 silent = watch.silent(now)
                 if silent is not None:
-                    words = f"rank {silent} gave no sign of life for {self.silent_s:.0f} s during {what}"
-                    raise self._dead(silent, words)
+                    raise self._dead(silent, f"rank {silent} {_silence(self.silent_s, what)}")
             if pending and deadline is not None and now > deadline:
                 break
         if errors:
@@ -167,6 +169,8 @@ class Ranks:
             raise RankError(message, cause, not pending, alone, phase) from cause
         if pending:
             late = sorted(pending.values())
+            if quick:
+                raise self._dead(late[0], f"rank {late[0]} {_silence(timeout_s or 0.0, what)}")
             raise self._dead(late[0], f"ranks {late} did not end {what} in time ({timeout_s or 0:.0f} s)")
         return [answers[rank] for rank in sorted(answers)]
 
@@ -247,6 +251,10 @@ class Ranks:
         lines = Path(log_file).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
         told = [line for line in lines if not line.startswith((":job_id:", ":actor_name:"))]  # Ray's own marks
         return path + "".join(f"\n  | {line}" for line in told[-5:])
+
+
+def _silence(seconds: float, what: str) -> str:
+    return f"gave no sign of life for {seconds:.0f} s during {what}"
 
 
 def _in(phase: str | None) -> str:

@@ -130,7 +130,8 @@ class StepOnRanks:
         return found
 
     def _take(self) -> list[SampleResult]:
-        calls, how = [(self._serial,)] * len(self._load), {"timeout_s": self._ranks.silent_s}
+        calls = [(self._serial,)] * len(self._load)
+        how: dict[str, Any] = {"timeout_s": self._ranks.silent_s, "quick": True}
         taken = self._ranks.call("take_results", calls, what=f"step {self.step}", **how)
         found = []
         for rank, arrived in enumerate(taken):
