@@ -12,18 +12,20 @@ from moebius.rollout.shm import SHM_DIR, parse_ident
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """Resident memory in bytes, and open file descriptors."""
+    """Resident memory in bytes, that of the process alone and that which it may share, and open file descriptors."""
 
     rss: int
+    shared: int  # files and shared memory, among it what it has read from Ray's object store
     fds: int
 
     @classmethod
     def of(cls, pid: int) -> Usage:
         """Of a process of this user."""
-        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-        return cls(pages * _PAGE, len(list(Path(f"/proc/{pid}/fd").iterdir())))
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split())
+        fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        return cls((resident - shared) * _PAGE, shared * _PAGE, fds)
 
 
 def descendants(pid: int) -> list[int]:

@@ -46,6 +46,7 @@ N = 2
 LENGTHS = LengthTrace({(p, s): 8 + 6 * (N * p + s) for p in range(len(PROMPTS)) for s in range(N)})
 TO_TP, TO_EP = 14, 30  # iterations before which a step switches
 DEADLINE_S = 180.0  # of a step, with its recovery; the machine may be shared
+SAMPLE_S = 15.0  # between two looks at memory in the soak
 EXIT_S = 10.0  # for processes of lost ranks to be gone
 CASES: list[tuple[str, int]] = [  # phase, and which time that it begins
     (phases.IDLE, 1),
@@ -198,7 +199,11 @@ def summary(done: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def soak(minutes: float) -> dict[str, Any]:
-    """Steps with two switches each, an update before every fifth, until time is over; no kills."""
+    """Steps with two switches each, an update before every fifth, until time is over; no kills.
+
+    `soak_rss_*` is the driver's and the ranks' resident memory without shared pages: reading updates from Ray's object
+    store maps ever other parts of it.
+    """
     with started() as (group, weights):
         want = tokens(generate(group, 0))
         for _ in range(10):  # caches fill, allocators settle
@@ -207,7 +212,8 @@ def soak(minutes: float) -> dict[str, Any]:
         pids = [os.getpid(), *group.pids()]
         first = [Usage.of(pid) for pid in pids]
         shared = segments(descendants(os.getpid()))
-        begun, steps, switches, updates, worst = time.monotonic(), 0, 0, 0, first
+        begun, steps, switches, updates = time.monotonic(), 0, 0, 0
+        series: list[list[float]] = []
         while time.monotonic() - begun < 60 * minutes:
             assert tokens(generate(group, 0)) == want, f"tokens of step {steps} differ"
             assert group.last_report is not None
@@ -216,7 +222,9 @@ def soak(minutes: float) -> dict[str, Any]:
             if steps % 5 == 0:
                 group.update_weights(weights, group.policy_version + 1)
                 updates += 1
-            worst = [max(a, Usage.of(pid)) for a, pid in zip(worst, pids, strict=True)]
+            if time.monotonic() - begun >= SAMPLE_S * len(series):
+                use = Usage.of(pids[1])
+                series.append([round(time.monotonic() - begun), use.rss >> 20, use.shared >> 20])
         last = [Usage.of(pid) for pid in pids]
         took = time.monotonic() - begun
         assert not group.losses
@@ -229,7 +237,9 @@ def soak(minutes: float) -> dict[str, Any]:
         "soak_switches": switches,
         "soak_updates": updates,
         "soak_rss_delta_pct": round(max(grown), 2),
+        "soak_rss_counts": "resident memory without shared pages",
         "soak_rss_mb": {name: [u.rss >> 20 for u in use] for name, use in (("first", first), ("last", last))},
+        "soak_rank_0": {"columns": ["seconds", "own MB", "shared MB"], "rows": series},
         "soak_fd_delta": max(end.fds - start.fds for start, end in zip(first, last, strict=True)),
     }
 

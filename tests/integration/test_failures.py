@@ -29,7 +29,7 @@ from tests.integration.faults import POISON, arm, read_note
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
 LENGTHS = LengthTrace({(p, s): 6 + 7 * (2 * p + s) for p in range(5) for s in range(2)})
 SEEN_S = 5.0  # from a rank's death until the group knows of it
-SILENT_S = 10.0  # until a rank that has stopped counts as dead
+SILENT_S = 15.0  # until a rank that has stopped counts as dead
 BACK_S = 90.0  # until it samples again, on a busy machine
 
 
