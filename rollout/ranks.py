@@ -164,7 +164,7 @@ class Ranks:
             cause = errors[rank]
             kind = "" if isinstance(cause, EngineError) else f"{type(cause).__name__}: "
             phase = self.phase(rank)
-            message = f"rank {rank} failed during {what}{_in(phase)}: {kind}{cause}{self._log_path(rank)}"
+            message = f"rank {rank} failed during {what}{_in(phase, what)}: {kind}{cause}{self._log_path(rank)}"
             alone = rank if len(errors) == 1 else None
             raise RankError(message, cause, not pending, alone, phase) from cause
         if pending:
@@ -231,7 +231,7 @@ class Ranks:
 
     def _dead(self, rank: int, words: str) -> RankDied:
         phase = self.phase(rank)
-        return RankDied(f"{words}{_in(phase)}{self._log(rank)}", rank=rank, phase=phase)
+        return RankDied(f"{words}{_in(phase, words)}{self._log(rank)}", rank=rank, phase=phase)
 
     def _obituary(self, rank: int, what: str, error: RayActorError) -> str:
         if not self.hosts:  # it never came up, and Ray knows why
@@ -257,8 +257,9 @@ def _silence(seconds: float, what: str) -> str:
     return f"gave no sign of life for {seconds:.0f} s during {what}"
 
 
-def _in(phase: str | None) -> str:
-    return f", in {phase}" if phase else ""
+def _in(phase: str | None, said: str) -> str:
+    """", in PHASE", where the words before do not say so already."""
+    return f", in {phase}" if phase and phase not in said else ""
 
 
 class ProgressWatch:
