@@ -32,7 +32,8 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml
 	@$(PIP) -e '.[dev]'
 	@$(PIP) -r requirements/verl.txt
 	@$(PIP) --no-deps verl==0.9.1
-	@$(PIP) --no-deps -r requirements/trl.txt -r requirements/openrlhf.txt
+	@$(PIP) --no-deps -r requirements/openrlhf.txt
+	@$(PIP) --no-deps --upgrade --target $(VENV)/trl -r requirements/trl.txt  # apart: verl fails beside it
 	@touch $@
 
 demo: $(STAMP)

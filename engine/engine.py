@@ -257,9 +257,12 @@ class MoebiusEngine:
         """Take some tensors (HF names, per expert or fused) for both runtimes. Raises ValueError as WeightSession."""
         self._weights.tensors(tensors)
 
-    def commit_update(self) -> UpdateStats:
-        """End the update on all ranks or on none; a collective. Raises ValueError naming what is missing."""
-        return self._updated(self._weights.commit())
+    def commit_update(self, problem: str | None = None) -> UpdateStats:
+        """End the update on all ranks or on none; a collective. `problem`: why this rank cannot.
+
+        Raises ValueError naming what is missing, or the problem.
+        """
+        return self._updated(self._weights.commit(problem))
 
     def drop_update(self) -> None:
         """End an update without a commit: a staged one leaves no trace, after another a full one is needed."""

@@ -209,6 +209,9 @@ def check_verl(timeout_s: float = PATCH_TIMEOUT_S) -> Check:
         found = metadata.version("verl")
     except metadata.PackageNotFoundError:
         return Check("verl", True, "not installed; needed only for training with verl")
+    if (trl := _trl_in_verls_way()) is not None:
+        remedy = "pip uninstall trl; to have both, see docs/trl.md"
+        return Check("verl", False, f"{found} does not start where TRL {trl} can be imported", remedy)
     try:
         done = subprocess.run(
             [sys.executable, "-c", _VERL_PROBE], capture_output=True, text=True, timeout=timeout_s, check=False
@@ -225,6 +228,17 @@ def check_verl(timeout_s: float = PATCH_TIMEOUT_S) -> Check:
         f"{found} does not know rollout.name=moebius: {last}",
         "unset VERL_USE_EXTERNAL_PLUGINS, or name moebius in it; then install this package again beside verl",
     )
+
+
+def _trl_in_verls_way() -> str | None:
+    """The version of an installed TRL without the class that verl 0.9.1 asks any TRL for; else None."""
+    try:
+        found = metadata.distribution("trl")
+    except metadata.PackageNotFoundError:
+        return None
+    homes = ("trl/experimental/ppo/", "trl/models/modeling_value_head.py")
+    there = any(str(path).startswith(homes) for path in found.files or ())
+    return None if there else found.version
 
 
 def is_cpu_build() -> bool:

@@ -66,8 +66,8 @@ class GroupLife:
 
     def shutdown(self) -> None:
         """End all ranks and free what they held. May be called again, and from another thread during a step."""
+        self._shut_down = True  # first: ranks that are being started meanwhile are ended by who starts them
         ranks, self._ranks = self._ranks, None
-        self._shut_down = True
         self._problem = "the group was shut down; restart() it or make a new one"
         atexit.unregister(self.shutdown)
         if ranks is not None:
@@ -140,7 +140,7 @@ class GroupLife:
 
     def _start(self) -> None:
         try:
-            self._ranks, info = Ranks.start(self.config, self.device)
+            ranks, info = Ranks.start(self.config, self.device)
         except RankError as error:
             self._problem = f"the group could not start: {error}"
             if isinstance(error.cause, ValueError):
@@ -149,7 +149,7 @@ class GroupLife:
         except MoebiusError as error:
             self._problem = f"the group could not start: {error}"
             raise
-        self.startup = self._unreported_start = self._ranks.starts
+        self.startup = self._unreported_start = ranks.starts
         self.costs = info.costs
         if (spent := max(start.calibration_s for start in self.startup)) > 0:
             _log.warning(
@@ -158,8 +158,8 @@ class GroupLife:
         self._limits = Limits(info.max_model_len, info.vocab_size, info.has_tokenizer)
         self._problem = None
         self._asleep = set()
-        self._shut_down = False
         atexit.register(self.shutdown)
+        self._ranks = ranks
 
     def _alive(self) -> Ranks:
         if self._ranks is None:

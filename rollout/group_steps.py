@@ -184,13 +184,13 @@ class GroupSteps(GroupRecovery):
         They come back from `generate` with the tokens they have and the finish reason "abort". Without a running step
         nothing happens. A key of three also names the step, for samples of an earlier one that the step goes on with.
         """
-        ranks, serial, step = self._ranks, self._running, self._running_step
-        if serial is None:
+        if self._running is None:
             return
-        asked = None if keys is None else [_full_key(key, step) for key in keys]
-        if self._live_step is not None:
-            self._aborted = [*self._aborted, *(self._live_step.keys() if asked is None else asked)]  # for new ranks
-        if ranks is not None:
+        asked = None if keys is None else [_full_key(key, self._running_step) for key in keys]
+        if (opened := self._live_step) is not None:
+            self._aborted = [*self._aborted, *(opened.keys() if asked is None else asked)]  # for new ranks
+        ranks, serial = self._ranks, self._running  # only now: what begins anew meanwhile has seen the line before
+        if ranks is not None and serial is not None:
             ranks.tell("abort", serial, asked)
 
     @property

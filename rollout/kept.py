@@ -71,7 +71,10 @@ class KeptWriter:
     def end(self) -> None:
         """All tensors have come."""
         self._write(json.dumps(["", "uint8", [0], 0, 0]).encode(), memoryview(b""))
-        self._file.close()
+        try:
+            self._file.close()  # writes what is buffered
+        except OSError as error:
+            raise self._no_room(error) from error
 
     def along(self, source: Callable[..., Iterable[list[Pair]]]) -> Callable[..., Iterator[list[Pair]]]:
         """`source`, with what it yields kept on the way. It is read to its end even where nothing can be kept."""
@@ -99,7 +102,10 @@ class KeptWriter:
             self._file.write(data)
             self._file.write(b"\0" * (-len(data) % _ALIGN))
         except OSError as error:
-            raise ValueError(f"weights cannot be kept in {self._path.parent} ({error.strerror}): {_REMEDY}") from error
+            raise self._no_room(error) from error
+
+    def _no_room(self, error: OSError) -> ValueError:
+        return ValueError(f"weights cannot be kept in {self._path.parent} ({error.strerror}): {_REMEDY}")
 
 
 def read_kept(files: str, ranks: int) -> Iterator[list[Pair]]:

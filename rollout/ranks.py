@@ -258,7 +258,7 @@ def _silence(seconds: float, what: str) -> str:
 
 
 def _in(phase: str | None, said: str) -> str:
-    """", in PHASE", where the words before do not say so already."""
+    """ ", in PHASE", where the words before do not say so already."""
     return f", in {phase}" if phase and phase not in said else ""
 
 

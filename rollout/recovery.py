@@ -35,6 +35,7 @@ class GroupRecovery(GroupLife):
 
     on_restart: Callable[[], None] | None = None
     _keeper: Any = None  # the actor that owns kept weights
+    _keeper_node: str | None = None
     _kept: str | None = None  # files of the last committed update
     _restarts = 0  # in a row without a step that ended well
 
@@ -49,8 +50,8 @@ class GroupRecovery(GroupLife):
             if self._ranks is not None:
                 self._ranks.close(gently=self._problem is None)
                 self._ranks = None
-                self.backlog.lost()
-            self._restarts = 0
+            self.backlog.lost()  # also after `shutdown`
+            self._restarts, self._shut_down = 0, False
             self._start_again()
 
     def shutdown(self) -> None:
@@ -106,6 +107,8 @@ class GroupRecovery(GroupLife):
         """New ranks, in as many attempts as are allowed. Raises `error` when those are used up."""
         most = self.config.failures.max_restarts
         while True:
+            if self._shut_down:
+                raise GroupNotReady(self._problem or "the group was shut down") from error
             if self._restarts >= most:
                 self.gave_up = True
                 raise _more(
@@ -118,11 +121,16 @@ class GroupRecovery(GroupLife):
             except BadInput:
                 raise
             except MoebiusError as failure:
+                if self._ranks is not None:
+                    raise  # they did start: it is an error of `on_restart`
                 _log.warning("new ranks did not start, attempt %d of %d: %s", self._restarts, most, failure)
 
     def _start_again(self) -> None:
         connect(self.config)
         self._start()
+        if self._shut_down:  # by another thread, meanwhile: these ranks, too
+            self.shutdown()
+            raise GroupNotReady(self._problem or "the group was shut down")
         self.gave_up = False
         if self._updated:
             self._problem = (
@@ -178,9 +186,12 @@ class GroupRecovery(GroupLife):
         """Where the ranks are to keep the weights of an update that begins; None: nowhere."""
         if self.config.failures.keep_weights == "none":
             return None
+        node = ranks.hosts[0].node
+        if self._keeper is not None and self._keeper_node != node:
+            self._end_keeper()  # the ranks were started on another machine, whose files it does not see
         if self._keeper is None:
-            actor = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=on_node(ranks.hosts[0].node))
-            self._keeper = actor.remote()
+            self._keeper = ray.remote(Keeper).options(num_cpus=0, scheduling_strategy=on_node(node)).remote()
+            self._keeper_node = node
         files: str | None = self._ask_keeper("new_set", self._kept)
         return files
 

@@ -19,6 +19,7 @@ from moebius.rollout.errors import GroupNotReady, MoebiusError
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.replica_homes import Homes
+from moebius.rollout.replica_task import Task
 from moebius.rollout.report import StepReport
 from moebius.rollout.report_startup import RankStart
 
@@ -38,29 +39,6 @@ class Room(Protocol):
         """Give it back."""
 
 
-class Task(threading.Thread):
-    """A call on a thread of its own, which does not keep the process from ending."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._call, self._found, self._error = call, None, None  # type: Callable[[], Any], Any, BaseException | None
-        self.start()
-
-    def run(self) -> None:
-        """See Thread."""
-        try:
-            self._found = self._call()
-        except BaseException as error:  # noqa: BLE001  (raised by `result`)
-            self._error = error
-
-    def result(self) -> Any:
-        """What the call gave, when it has ended; raises its error."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-
 @dataclass(eq=False)
 class Member:
     """One replica."""
@@ -69,7 +47,8 @@ class Member:
     group: RolloutGroup
     node: str
     restarts: int = 0  # in a row without a step that ended well
-    stale: bool = False  # its ranks hold other weights than the others'
+    update: int = 0  # number of the last weight update that its ranks hold; -1: they lack weights
+    stale: bool = False  # they hold other weights than the others'
     problem: str | None = None  # why it could not be started again
     reviving: threading.Thread | None = None
 
@@ -87,6 +66,8 @@ class Member:
             return self.problem
         if not self.group.running:
             return "its ranks are lost"
+        if not self.stale and self.group.problem is not None:
+            return self.group.problem
         return "it was started again and waits for a weight update"
 
 
@@ -109,7 +90,8 @@ class ReplicaLife:
         self._one_call = threading.Lock()
         self._make_group = make_group
         self._closed = False
-        self._updated = False
+        self._update = 0  # number of the last one that was committed
+        self._comparing = threading.Lock()
         self._next_step = 0
         self._update_s: float | None = None
         self._asleep: set[MemoryTag] = set()
@@ -268,17 +250,30 @@ class ReplicaLife:
         if place == member.group.config.place:
             member.group.restart()
             # With `failures.keep_weights` it has the last ones, unless others have come since.
-            stale = member.group.problem is not None or member.group.policy_version != self.policy_version
+            member.update = member.update if member.group.problem is None else -1
         else:
             member.group.shutdown()
             member.group = self._make_group(self._own(place))
-            member.node, stale = place.node or "", self._updated
+            member.node, member.update = place.node or "", 0
         if self._closed:
             member.group.shutdown()
             return
-        member.stale, member.problem = stale, None
+        self._compare()
+        member.problem = None
         if self._asleep:  # the others have given this memory to somebody
             member.group.sleep(self._asleep)
+
+    def _compare(self) -> None:
+        """See which replicas hold the weights of the last update."""
+        with self._comparing:
+            for member in self._members:
+                member.stale = member.update != self._update
+
+    def _revive_lost(self) -> None:
+        """Also those whose loss no call has told of, such as an abort of parked samples."""
+        for member in self._members:
+            if member.reviving is None and member.problem is None and not member.group.running:
+                self.lose(member, GroupNotReady(member.group.problem or "its ranks are lost"))
 
     def _await_revivals(self) -> None:
         for member in self._members:
@@ -292,7 +287,8 @@ class ReplicaLife:
 
     def awaits_replica(self) -> bool:
         """Whether one is in service, or being started again."""
-        return not self._closed and any(m.in_service or m.reviving is not None for m in self._members)
+        able = (m.reviving is not None or (m.in_service and m.group.problem is None) for m in self._members)
+        return not self._closed and any(able)
 
     @property
     def gave_up(self) -> bool:
@@ -307,8 +303,10 @@ class ReplicaLife:
         """
         if self._closed:
             raise GroupNotReady("the replicas were shut down; restart() them or make new ones")
+        self._revive_lost()
         if not self.in_service:
             self._await_revivals()
+        self._compare()
         found = [member for member in self._members if member.in_service]
         if not found:
             words = "; ".join(f"replica {member.index}: {member.why_not}" for member in self._members)

@@ -67,8 +67,8 @@ class ReplicaSteps(ReplicaLife):
             except BaseException:
                 self.backlog.leave(ready)
                 raise
-            opened.seal()
-            return RolloutStream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+        opened.seal()
+        return RolloutStream(opened, ready, budget, self.config.step_timeout_s, on_progress)
 
     def open_step(
         self, step: int | None = None, expected: int | None = None, *, replay: bool | None = None
@@ -87,9 +87,14 @@ class ReplicaSteps(ReplicaLife):
         try:
             self._step = SharedStep(self, members, step, own, older, expected, replay=replay)
         except BaseException:
-            self.backlog.keep((group for group in older if group.missing), {})
+            self.take_back(older)
             raise
         return self._step
+
+    def take_back(self, older: Iterable[PromptGroup]) -> None:
+        """Prompts of earlier steps that a refused one had begun with; some may be parked on a replica again."""
+        there = {at for member in self._members for at in member.group.backlog.groups}
+        self.backlog.keep((g for g in older if g.missing and (g.step, g.prompt) not in there), {})
 
     @contextmanager
     def _held_for(self, name: str) -> Iterator[None]:

@@ -15,7 +15,8 @@ from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
 from moebius.rollout.group_life import MEMORY_TAGS
 from moebius.rollout.group_memory import MemoryReport
 from moebius.rollout.group_weights import PULL_S, UPDATE_CALL_S, UpdateReport
-from moebius.rollout.replica_life import Member, ReplicaLife, Task
+from moebius.rollout.replica_life import Member, ReplicaLife
+from moebius.rollout.replica_task import Task
 from moebius.rollout.transports import stored
 from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, NamedTensors, Transport, packed
 from moebius.rollout.worker import UpdateMode
@@ -32,6 +33,8 @@ class ReplicaWeights(ReplicaLife):
 
     last_update: UpdateReport | None = None
     _updating: tuple[list[Member], float, str] | None = None  # between `begin_update` and `commit_update`
+    _loading: Sequence[Task] = ()  # of the last bucket
+    _begun = 0  # updates
 
     def update_weights(
         self,
@@ -158,6 +161,7 @@ class ReplicaWeights(ReplicaLife):
         """Replicas with ranks, those that were being started included."""
         if self._closed:
             raise GroupNotReady("the replicas were shut down; restart() them or make new ones")
+        self._revive_lost()
         self._await_revivals()
         found = [member for member in self._members if member.group.running]
         if not found:
@@ -173,7 +177,8 @@ class ReplicaWeights(ReplicaLife):
             )
         self._give_up()
         members, started = self._reachable(), time.perf_counter()
-        self._loading: list[Task] = []
+        self._loading = []
+        self._begun += 1
         self._updating = (members, started, "")
         self._while_open(lambda member: member.group.begin_update(version, mode=mode))
 
@@ -211,14 +216,20 @@ class ReplicaWeights(ReplicaLife):
             task.result()
 
     def _commit(self, transport: str) -> UpdateReport:
-        found: dict[int, UpdateReport] = self._while_open(lambda member: member.group.commit_update())
+        def commit(member: Member) -> UpdateReport:
+            report = member.group.commit_update()
+            member.update = self._begun
+            return report
+
+        found: dict[int, UpdateReport] = self._while_open(commit)
         assert self._updating is not None
         members, started, _ = self._updating
         self._updating = None
         first = next(iter(found.values()))
         for member in members:
-            member.stale, member.problem = False, None
-        self._updated = True
+            member.problem = None
+        self._update = self._begun
+        self._compare()  # one that was lost meanwhile may be back already, with older weights
         self.policy_version = first.version
         self._update_s = time.perf_counter() - started
         nbytes = max(report.nbytes for report in found.values())
@@ -227,12 +238,11 @@ class ReplicaWeights(ReplicaLife):
 
     def _give_up(self) -> None:
         updating, self._updating = self._updating, None
-        if updating is None:
-            return
-        loading, self._loading = self._loading, []
-        for task in loading:
+        for task in self._loading:  # `_settle` tells of its error
             if task is not threading.current_thread():
                 task.join()  # it must not run into the next update
+        if updating is None:
+            return
         for member in updating[0]:
             try:
                 member.group.drop_update()

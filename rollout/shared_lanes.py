@@ -70,6 +70,7 @@ class SharedLanes:
         self._streamed: set[Place] = set()  # of whose samples something was told while they ran
         self._lock = threading.Lock()  # of what follows
         self._asked: list[list[SampleKey] | None] = []  # aborts of other threads
+        self._aborted: set[SampleKey] = set()  # so far
         self._released = True  # until it has begun, the replicas are the caller's to release
         self._begin(members)
         self._released = False
@@ -159,7 +160,7 @@ class SharedLanes:
             for part, share in zip(parts, self._shares(loads), strict=True):
                 self._hand_out(part, share)
         if self._filled and not self._queue:
-            for part in parts:
+            for part in self._open():
                 if not part.told:
                     part.step.filled()
                     part.told = True
@@ -175,10 +176,17 @@ class SharedLanes:
         return shares
 
     def _hand_out(self, part: Part, share: Sequence[PromptGroup]) -> None:
-        if share:
-            part.take(share)
-            part.later += len(share)
-            part.step.submit_groups(share)
+        if not share:
+            return
+        part.take(share)
+        part.later += len(share)
+        try:
+            part.step.submit_groups(share)  # it looks at the ranks
+        except BadInput:
+            self._break_off()
+            raise
+        except MoebiusError as error:
+            self._lose(part, error)
 
     def _apply_aborts(self) -> None:
         if not self._open():
@@ -191,12 +199,15 @@ class SharedLanes:
     def _abort(self, keys: Sequence[SampleKey]) -> None:
         """Also of prompts that wait: they are handed out first, so that every sample comes back from a rank."""
         wanted = set(keys)
+        self._aborted |= wanted
         ending = [group for group in self._queue if wanted.intersection(group.missing)]
         self._queue = deque(group for group in self._queue if not wanted.intersection(group.missing))
-        parts = self._open()
         for i, group in enumerate(ending):
-            self._hand_out(parts[i % len(parts)], [group])
-        for part in parts:
+            if parts := self._open():
+                self._hand_out(parts[i % len(parts)], [group])
+            else:
+                self._put_back([group])
+        for part in self._open():
             own = [key for group in part.groups for key in group.missing if key in wanted]
             if own:
                 part.member.group.abort(own)
@@ -205,6 +216,7 @@ class SharedLanes:
 
     def _lose(self, part: Part, error: MoebiusError) -> None:
         part.lost = str(error).splitlines()[0]
+        self._take(part, part.step.finished())  # what had ended before that
         part.live = 0
         left = {(group.step, group.prompt): group for group in part.groups if not group.complete}
         _log.warning(
@@ -219,11 +231,18 @@ class SharedLanes:
             else:
                 why = "what was streamed cannot be drawn again" if self._replay else "its ranks were lost"
             self._give_up(group, f"{why}: {part.lost}", part.member.index * self._ranks)
-        self._queue.extendleft(reversed(left.values()))
+        self._put_back(list(left.values()))
         # The group's own records of them: they are in the queue, or have been told of.
         part.member.group.backlog.take()
         part.member.group.backlog.take_complete()
         self._replicas.lose(part.member, error)
+
+    def _put_back(self, groups: Sequence[PromptGroup]) -> None:
+        """Prompts whose replica is lost are next; an abort of theirs holds with the next replica, too."""
+        self._queue.extendleft(reversed(groups))
+        if again := [key for group in groups for key in group.missing if key in self._aborted]:
+            with self._lock:
+                self._asked.append(again)
 
     def _give_up(self, group: PromptGroup, why: str, rank: int) -> None:
         for key in group.missing:
@@ -265,6 +284,7 @@ class SharedLanes:
                 continue  # it refuses for the same reason
             except MoebiusError as error:
                 self._replicas.lose(part.member, error)
+        self._replicas.take_back(group for group in self._groups.values() if group.step != self.step)
         self._release(None)
 
     # ---- its end ----------------------------------------------------------------------------------------------------

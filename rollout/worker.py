@@ -139,8 +139,8 @@ class RankWorker:
                 engine.inbox.clear()
                 if is_open or piecemeal:
                     self._finished.clear()  # of a step that was lost
+                self._received, self._awaited, self._to_park = 0, None, False
                 if is_open:
-                    self._received, self._awaited, self._to_park = 0, None, False
                     engine.inbox.open()
                 early, self._early = self._early, []
                 for tag, call in early:
@@ -251,14 +251,15 @@ class RankWorker:
         self._in_phase(phases.UPDATE, load, then=phases.UPDATE)
 
     def commit_update(self) -> UpdateStats:
-        """Close the open update; a collective. Raises ValueError when tensors are missing."""
-        self._kept_all()
-        return self._in_phase(phases.UPDATE, lambda: self._running().commit_update())
-
-    def _kept_all(self) -> None:
+        """Close the open update; a collective. Raises ValueError when tensors are missing or cannot be kept."""
         keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.end()
+        problem = None
+        try:
+            if keeping is not None:
+                keeping.end()
+        except ValueError as error:  # the others must not wait for this rank
+            problem = f"rank {self.rank}: {error}"
+        return self._in_phase(phases.UPDATE, lambda: self._running().commit_update(problem))
 
     def drop_update(self) -> None:
         """Give the open update up, if there is one."""

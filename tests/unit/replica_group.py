@@ -156,15 +156,16 @@ class FakeStep:
                 self.requests[key] = group.requests[key.sample]
                 self.tokens[key] = []
         self.most = max(self.most, len(self.tokens))
+        if self.group.step is self:  # a running step looks at its ranks
+            self._draw()
 
     def groups(self) -> list[PromptGroup]:
         return list(self.all.values())
 
     def finished(self) -> list[tuple[SampleKey, Sample]]:
+        if self.group.step is self:
+            self._draw()
         fresh, self.fresh = self.fresh, []
-        if self.group.step is not self:
-            return fresh
-        self._draw()
         return fresh
 
     def _draw(self) -> None:

@@ -185,6 +185,18 @@ def test_doctor_proves_that_verl_has_loaded_the_plug_in(monkeypatch: pytest.Monk
     assert not bad.ok and "VERL_USE_EXTERNAL_PLUGINS" in bad.remedy
 
 
+def test_doctor_knows_that_verl_fails_beside_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "trl-1.99.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.99\n")
+    (told / "RECORD").write_text("trl/__init__.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = doctor.check_verl()
+    assert not found.ok and "TRL 1.99" in found.detail and "docs/trl.md" in found.remedy
+    (told / "RECORD").write_text("trl/__init__.py,,\ntrl/experimental/ppo/__init__.py,,\n")
+    assert doctor._trl_in_verls_way() is None
+
+
 def test_doctor_does_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise doctor.metadata.PackageNotFoundError(name)

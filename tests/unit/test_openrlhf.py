@@ -302,6 +302,30 @@ def test_agents_of_several_turns() -> None:
     asyncio.run(main())
 
 
+def test_a_failed_trajectory_leaves_no_step_open() -> None:
+    """Its call fails at once, while its other trajectory is still being drawn."""
+
+    class Executor:
+        calls = 0
+
+        async def execute(self, **asked: Any) -> dict[str, Any]:
+            self.calls += 1
+            if self.calls == 1:
+                raise ValueError("of the agent")
+            await asyncio.sleep(0.02)
+            return {}
+
+    async def main() -> None:
+        actor, service = make(Executor(), turns=False)
+        with pytest.raises(ValueError, match="of the agent"):
+            await actor.generate_responses("a", "", SamplingParams(), 9, None, num_samples=2)
+        assert actor.get_num_unfinished_requests() == 1 and ("end_step",) not in service.asked
+        await asyncio.sleep(0.1)
+        assert actor.get_num_unfinished_requests() == 0 and ("end_step",) in service.asked
+
+    asyncio.run(main())
+
+
 def test_an_update_is_one_from_the_first_tensor_to_the_last() -> None:
     async def main() -> None:
         actor, service = make(None, turns=False)

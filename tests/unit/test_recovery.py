@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from moebius.engine import phases
-from moebius.engine.types import Iteration, SampleKey, SampleResult, StepOutcome, StepStats
+from moebius.engine.types import Iteration, SampleKey, SampleRequest, SampleResult, StepOutcome, StepStats
 from moebius.rollout import kept, recovery
-from moebius.rollout.backlog import Backlog
+from moebius.rollout.backlog import Backlog, PromptGroup, homeless_requests
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
 from moebius.rollout.failure_types import FailureSettings, Loss
 from moebius.rollout.group import RolloutGroup
@@ -28,6 +28,7 @@ from moebius.rollout.ranks import RankError
 from moebius.rollout.report import build_report
 from moebius.rollout.report_step import step_card
 from moebius.rollout.shm import make_ident
+from moebius.rollout.worker import RankWorker
 
 DIED = RankDied("rank 1 ended during step 4\n  | last words", rank=1, step=4, phase="prefill")
 
@@ -163,6 +164,18 @@ def test_an_error_of_the_callback_is_the_callers() -> None:
         group.recover(group.ranks[0], DIED, "step 4")
 
 
+def test_ranks_that_live_are_not_started_again_because_the_callback_fails() -> None:
+    group = Group()
+
+    def on_restart() -> None:
+        raise MoebiusError("weights were not sent")
+
+    group.on_restart = on_restart
+    with pytest.raises(MoebiusError, match="weights were not sent"):
+        group.recover(group.ranks[0], DIED, "step 4")
+    assert len(group.ranks) == 2 and group.running
+
+
 def test_starts_are_tried_again_and_not_for_ever() -> None:
     group = Group(max_restarts=3)
     group.refusing = [MoebiusError("no room"), MoebiusError("no room")]
@@ -183,6 +196,61 @@ def test_a_group_that_was_shut_down_does_not_come_back() -> None:
     with pytest.raises(GroupNotReady, match="shut down"):
         group.recover(group.ranks[0], DIED, "step 4")
     assert len(group.ranks) == 1
+
+
+def test_a_shutdown_while_ranks_start_ends_them_too() -> None:
+    group = Group()
+    start = group._start
+
+    def start_slowly() -> None:
+        other = threading.Thread(target=group.shutdown)
+        other.start()
+        other.join()
+        start()
+
+    group._start = start_slowly  # type: ignore[method-assign]
+    with pytest.raises(GroupNotReady, match="shut down"):
+        group.recover(group.ranks[0], DIED, "step 4")
+    assert [ranks.closed for ranks in group.ranks] == [True, True] and not group.running and group.closed
+    group._start = start  # type: ignore[method-assign]
+    group.restart()
+    assert group.running and not group.closed
+
+
+def test_what_was_parked_is_drawn_anew_after_a_shutdown_and_a_restart() -> None:
+    group = Group()
+    request = SampleRequest(SampleKey(0, 0, 2), [1], {}, 5)
+    parked = PromptGroup(2, 0, [1], {0: request})
+    group.backlog.keep([parked], {request.key: 1})
+    group.shutdown()
+    group.restart()
+    assert homeless_requests(group.backlog.take()) == [request]
+
+
+def test_kept_weights_move_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that owns them is on the ranks' machine."""
+    made: list[str] = []
+    ended: list[str] = []
+
+    class Actor:
+        def __init__(self, node: str) -> None:
+            made.append(node)
+            self.new_set = SimpleNamespace(remote=lambda kept: f"{node}-1")
+            self.close = SimpleNamespace(remote=lambda: ended.append(node))
+
+    def remote(kind: type) -> Any:
+        return SimpleNamespace(options=lambda **o: SimpleNamespace(remote=lambda: Actor(o["scheduling_strategy"])))
+
+    fake = SimpleNamespace(
+        remote=remote, get=lambda found, timeout: found, wait=lambda refs, timeout: None, is_initialized=lambda: True,
+        kill=lambda actor, no_restart: None, exceptions=SimpleNamespace(RayError=RuntimeError),
+    )  # fmt: skip
+    monkeypatch.setattr(recovery, "ray", fake)
+    monkeypatch.setattr(recovery, "on_node", lambda node: node)
+    group = Group(keep_weights="host")
+    on = [SimpleNamespace(hosts=[SimpleNamespace(node=node)]) for node in "aab"]
+    assert [group._new_set(ranks) for ranks in on] == ["a-1", "a-1", "b-1"]  # type: ignore[arg-type]
+    assert made == ["a", "b"] and ended == ["a"]
 
 
 def test_a_call_that_does_not_go_on() -> None:
@@ -276,6 +344,28 @@ def test_kept_weights_of_an_update_that_broke_off_are_refused(keeper: Keeper) ->
         list(read_kept(files, 2))
     with pytest.raises(ValueError, match="cannot be read"):
         list(read_kept(files + "0", 2))
+
+
+def test_a_rank_that_could_not_keep_weights_says_so_at_the_commit() -> None:
+    """And not instead of it: the other ranks wait there."""
+
+    class Full:
+        def write(self, data: Any) -> int:
+            return len(data)
+
+        def close(self) -> None:
+            raise OSError(28, os.strerror(28))
+
+    writer: Any = object.__new__(KeptWriter)
+    writer._path, writer._file = Path("/dev/shm/kept-1-1"), Full()
+    told: list[Any] = []
+    worker: Any = RankWorker(1)
+    worker._engine, worker._keeping = SimpleNamespace(commit_update=told.append), writer
+    worker.commit_update()
+    remedy = "give it more room, or set failures.keep_weights: none"
+    assert told == [f"rank 1: weights cannot be kept in /dev/shm (No space left on device): {remedy}"]
+    worker.commit_update()
+    assert told[1:] == [None]
 
 
 def test_no_room_for_kept_weights_is_told_when_the_source_has_been_read(

@@ -295,7 +295,7 @@ def test_a_prompt_that_brings_ranks_down_is_given_up_and_no_other(make: Make) ->
 
 def test_what_was_streamed_is_not_drawn_again(make: Make) -> None:
     replicas = make(2)
-    fake(replicas, 0).fail_at = 3
+    fake(replicas, 0).fail_at = 5
     with replicas.open_step() as step:
         step.submit(PROMPTS[:2], 1, stream=True)  # one each
         step.submit(PROMPTS[2:4], 1)
@@ -312,6 +312,55 @@ def test_a_caller_that_wants_no_replay(make: Make) -> None:
         step.submit(PROMPTS[:4], 1)
         reasons = [step.wait(number).samples[0].finish_reason for number in range(4)]
     assert sorted(reasons) == ["failed", "failed", "length", "length"]
+
+
+@pytest.mark.parametrize("at", range(2, 12))
+def test_every_sample_is_told_of_once_whenever_ranks_are_lost(make: Make, at: int) -> None:
+    """Also where a hand-over of prompts finds them lost, and what had ended at the look before."""
+    replicas = make(2, seqs=1)  # most prompts wait
+    fake(replicas, 1).fail_at = at
+    told: list[SampleKey] = []
+    with replicas.open_step(step=1) as step:
+        for number, prompt in enumerate(PROMPTS):
+            step.submit([prompt], 2, {"max_tokens": 1 + number % 4})  # some end as soon as they are handed over
+            told += [key for key, _ in step.finished()]
+        step.seal()
+        deadline = time.monotonic() + 10
+        while len(told) < 24 and time.monotonic() < deadline:
+            told += [key for key, _ in step.finished()]
+            time.sleep(0.001)
+    assert sorted(told) == [SampleKey(p, s, 1) for p in range(12) for s in range(2)]
+    report = replicas.last_report
+    assert report is not None and report.counts.samples == 24
+    assert replicas.generate(PROMPTS, 2, step=2), "the replicas serve other calls"
+
+
+def test_an_abort_holds_with_the_next_replica(make: Make) -> None:
+    replicas = make(2, failures={"on_failure": "raise"})
+    with replicas.open_step(step=1) as step:
+        step.submit(PROMPTS, 2, {"max_tokens": 200})
+        fake(replicas, 1).fail_at = fake(replicas, 1).step.looks + 1
+        step.abort()
+        rollouts = step.close()
+    assert {sample.finish_reason for rollout in rollouts for sample in rollout.samples} == {"abort"}
+    assert replicas.losses == 1
+
+
+def test_a_loss_that_no_call_has_told_of_is_mended(make: Make) -> None:
+    replicas = make(2)
+    fake(replicas, 1).running = False  # as after an abort of parked samples
+    assert len(replicas.generate(PROMPTS, 2)) == 12
+    until(lambda: replicas.in_service == [0, 1])
+    assert replicas.losses == 1
+
+
+def test_a_step_does_not_wait_for_a_replica_that_lacks_weights(make: Make) -> None:
+    replicas = make(2, failures={"on_failure": "raise"})
+    fake(replicas, 1).problem = "send a full update"
+    fake(replicas, 0).fail_at = 3
+    with pytest.raises(RankDied, match="all replicas are lost"):
+        replicas.generate(PROMPTS, 2)
+    assert replicas._members[1].why_not == "send a full update"
 
 
 def test_all_replicas_lost(make: Make) -> None:
@@ -479,6 +528,64 @@ def test_a_replica_lost_in_an_update_waits_for_the_next(make: Make) -> None:
     assert "waits for a weight update" in replicas._members[1].why_not
     assert len(replicas.generate(PROMPTS, 2)) == 12
     replicas.update_weights(tensors(), 3)
+    assert replicas.in_service == [0, 1]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_replica_that_is_back_before_the_commit_holds_older_weights(make: Make, kept: bool) -> None:
+    """Also in the first update, before which all hold the checkpoint's, and with weights kept for restarts."""
+    replicas = make(2)
+    group = fake(replicas, 1)
+    if kept:
+        replicas.update_weights(tensors(), 1)
+        restart = group.restart
+
+        def with_weights() -> None:
+            restart()
+            group.problem = None
+
+        group.restart = with_weights
+
+    def slowly() -> Iterator[tuple[str, Any]]:
+        yield from tensors().items()
+        until(lambda: "restart" in group.log and replicas._members[1].reviving is None)
+
+    group.fail_update = RankDied("rank 0 died")
+    replicas.update_weights(slowly(), 1, bucket_bytes=8)  # the same number, other weights
+    assert replicas.in_service == [0] and group.running
+    assert "waits for a weight update" in replicas._members[1].why_not
+    group.fail_update = None
+    replicas.update_weights(tensors(), 1)
+    assert replicas.in_service == [0, 1]
+
+
+def test_what_was_wrong_with_a_bucket_is_told_however_late(make: Make) -> None:
+    replicas = make(2)
+    fake(replicas, 1).fail_update = BadInput("unknown weight 'x'")
+
+    def slowly() -> Iterator[tuple[str, Any]]:
+        for pair in tensors().items():
+            yield pair
+            time.sleep(0.05)  # the bucket before has failed when this one is sent
+
+    with pytest.raises(BadInput, match="unknown weight"):
+        replicas.update_weights(slowly(), 1, bucket_bytes=8)
+
+
+def test_replicas_that_have_committed_what_others_have_not_wait_for_the_next_update(make: Make) -> None:
+    replicas = make(2)
+
+    def refuse() -> Any:
+        raise BadInput("weights are missing")
+
+    commit, fake(replicas, 1).commit_update = fake(replicas, 1).commit_update, refuse
+    with pytest.raises(BadInput, match="missing"):
+        replicas.update_weights(tensors(), 1)
+    fake(replicas, 1).problem = None  # a staged one: the old weights serve on
+    assert {s.rank // 2 for rollout in replicas.generate(PROMPTS, 2) for s in rollout.samples} == {1}
+    assert replicas.in_service == [1]
+    fake(replicas, 1).commit_update = commit
+    replicas.update_weights(tensors(), 1)
     assert replicas.in_service == [0, 1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moebius.rollout.errors import BadInput
+from moebius.rollout.errors import BadInput, MoebiusError
 from moebius.rollout.integrations.trl.rollouts import GroupRollouts
 from moebius.rollout.types import Rollout, Sample
 
@@ -99,6 +99,41 @@ def test_samples_of_a_prompt_are_drawn_together() -> None:
 def test_what_is_refused(trainer: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         GroupRollouts(None)(["a"], trainer)
+
+
+def test_a_sample_without_tokens_is_refused() -> None:
+    class Failing(Group):
+        def generate(self, prompts: list[list[int]], n: int, sampling: dict[str, Any]) -> list[Rollout]:
+            empty = Sample(1, [], [], None, "", "failed", "given up, since ranks were lost", 0, 0)
+            return [Rollout(0, prompts[0], [Sample(0, [5], [-0.5], None, "", "stop", None, 0, 0), empty])]
+
+    group: Any = Failing()
+    rollouts, trainer = GroupRollouts(group), trainer_of(single())
+    for _ in range(2):
+        with pytest.raises(MoebiusError, match=r"without tokens.*given up, since ranks were lost"):
+            rollouts(["a", "a"], trainer)
+    assert len(group.asked) == 2, "weights are sent again after a failure: ranks may have been started anew"
+
+
+def test_an_error_of_the_first_process_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def broadcast(values: list[Any], from_process: int) -> None:
+        if sent:
+            values[:] = sent
+        else:
+            sent[:] = values
+
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda prompts: prompts * 2)
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", broadcast)
+    first, second = single(), single()
+    first.num_processes = second.num_processes = 2
+    second.process_index, second.is_main_process = 1, False
+    with pytest.raises(BadInput, match="must hold the RolloutGroup"):
+        GroupRollouts(None)(["a"], trainer_of(first))
+    assert sent, "the second process would wait for ever"
+    with pytest.raises(MoebiusError, match="could not draw samples: BadInput: the first trainer process must hold"):
+        GroupRollouts(None)(["a"], trainer_of(second))
 
 
 def part(rank: int, port: int, answers: Any) -> None:

@@ -235,3 +235,23 @@ def test_an_abort_of_all_does_not_end_what_comes_later():
     box.add([SampleKey(3, 0)])
     box.clear()
     assert box.among(keys) == []
+
+
+def test_a_whole_step_after_a_parked_one_does_not_park(worker, engine):
+    """The wish to park was for the step before; `close_step` of the next one must not act on it."""
+    first = threading.Thread(target=worker.run_step, args=(1, [], True))
+    first.start()
+    assert engine.started.wait(5)
+    worker.park_step(1, 0)
+    assert engine.inbox.take().is_parking
+    engine.finish.set()
+    first.join(5)
+    engine.started.clear()
+    engine.finish.clear()
+    second = threading.Thread(target=worker.run_step, args=(2, [], False, True))
+    second.start()
+    assert engine.started.wait(5)
+    worker.close_step(2, 0)
+    assert not engine.inbox.take().is_parking
+    engine.finish.set()
+    second.join(5)

@@ -106,12 +106,11 @@ class RolloutActor:
                 )  # fmt: skip
             finally:
                 self._burst.ended()
+                # By the last one: a call that fails returns before its other trajectories have ended.
+                if self._burst.unfinished == 0 and self._ending is None:
+                    self._ending = asyncio.ensure_future(self._end_step())
 
-        try:
-            return await asyncio.gather(*[trajectory() for _ in range(num_samples)])
-        finally:
-            if self._burst.unfinished == 0 and self._ending is None:
-                self._ending = asyncio.ensure_future(self._end_step())
+        return await asyncio.gather(*[trajectory() for _ in range(num_samples)])
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, multi_modal_data: Any = None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moebius.rollout.errors import BadInput
+from moebius.rollout.errors import BadInput, MoebiusError
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,8 @@ class GroupRollouts:
         Returns:
             prompt_ids, completion_ids, and logprobs (natural logarithm) of the completions' tokens.
 
-        Raises BadInput for what is not supported, and as RolloutGroup.generate.
+        Raises BadInput for what is not supported, MoebiusError for a sample without tokens, and as
+        RolloutGroup.generate, in every process.
         """
         from accelerate.utils import broadcast_object_list, gather_object
 
@@ -50,13 +51,22 @@ class GroupRollouts:
         self._check(trainer)
         everything = gather_object(list(prompts)) if accelerator.num_processes > 1 else list(prompts)
         told: list[Any] = [None]
+        failure: Exception | None = None
         if accelerator.is_main_process:
-            if self.group is None:
-                raise BadInput("the first trainer process must hold the RolloutGroup: GroupRollouts(group)")
-            self._send_weights(trainer)
-            told = [self._draw(self.group, everything, trainer)]
+            try:
+                if self.group is None:
+                    raise BadInput("the first trainer process must hold the RolloutGroup: GroupRollouts(group)")
+                self._send_weights(trainer)
+                told = [self._draw(self.group, everything, trainer)]
+            except Exception as error:  # noqa: BLE001  (the others wait for an answer; raised when they have it)
+                failure, told = error, [f"{type(error).__name__}: {error}"]
+                self._sent = None  # ranks that were lost may have lost the weights, too
         if accelerator.num_processes > 1:
             broadcast_object_list(told, from_process=0)
+        if failure is not None:
+            raise failure
+        if isinstance(told[0], str):
+            raise MoebiusError(f"the first trainer process could not draw samples: {told[0]}")
         start = accelerator.process_index * len(prompts)
         return {name: values[start : start + len(prompts)] for name, values in told[0].items()}
 
@@ -85,6 +95,10 @@ class GroupRollouts:
         if self._reports is not None and group.last_report is not None:
             group.last_report.write(self._reports)
         samples = [(rollout.prompt_token_ids, sample) for rollout in rollouts for sample in rollout.samples]
+        for _, sample in samples:
+            if not sample.token_ids:  # such as of a prompt that was given up
+                why = sample.stop_reason or sample.finish_reason
+                raise MoebiusError(f"a sample came without tokens, which TRL cannot train on: {why}")
         return {
             "prompt_ids": [prompt for prompt, _ in samples],
             "completion_ids": [sample.token_ids for _, sample in samples],
