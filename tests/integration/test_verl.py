@@ -151,7 +151,7 @@ def test_colocate_async_with_partial_rollouts(ray_folder: Path, tmp_path: Path) 
     run = train(
         folder, ray_folder, tmp_path,
         "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=3",
-        # Small steps: tokens of older weights are compared with the actor's of now, and only the engine is to be judged.
+        # Small steps: tokens of older weights are compared with those of now, and only the engine is to be judged.
         "data.max_response_length=400", "actor_rollout_ref.actor.optim.lr=1e-5", f"{OURS}.policy.threshold=30",
         f"{OURS}.engine.kv_cache_bytes=268435456",
     )  # fmt: skip
