@@ -68,10 +68,9 @@ def questions(
 def run(named: dict[str, Any], config: Path, settings: list[str], *, fresh: bool = False) -> None:
     """Run the job of a config with overrides job.NAME=VALUE; exits with its code unless it is 0."""
     from moebius.rollout.config import load_config
-    from moebius.rollout.job import guarded, job_of, overrides
+    from moebius.rollout.job import guarded, overrides
 
-    if not named.get("data.source"):  # what the command names would make a job of the default data set otherwise
-        job_of(load_config(config, settings))
+    _check_is_job(named, config, settings)
     loaded = load_config(config, [*settings, *overrides(named)])
     code = guarded(loaded, fresh=fresh)
     if code:
@@ -87,10 +86,21 @@ def submit(
     from moebius.rollout.submit import submit_job
 
     chosen = [*settings, *overrides(named)]
-    if not named.get("data.source"):
-        job_of(load_config(config, settings))
+    _check_is_job(named, config, settings)
     job = job_of(load_config(config, chosen))
     chosen += overrides({"out": str(out_folder(job))})  # relative to here, not to Ray's copy of this folder
     code = submit_job(config, chosen, fresh=fresh, address=address, wait=wait, echo=typer.echo)
     if code:
         raise typer.Exit(code)
+
+
+def _check_is_job(named: dict[str, Any], config: Path, settings: list[str]) -> None:
+    """Raise BadInput where neither the config nor the command says what the job's prompts are.
+
+    What the command names would make a job of the default data set otherwise.
+    """
+    from moebius.rollout.config import load_config
+    from moebius.rollout.job import job_of
+
+    if not named.get("data.source"):
+        job_of(load_config(config, settings))
