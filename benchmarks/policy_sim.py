@@ -1,6 +1,7 @@
 """What the predictive policy is worth in the simulator, and how far the simulator is from real steps.
 
     python -m benchmarks.policy_sim            # from the repository root; simulations, then steps on CPU; some minutes
+    python -m benchmarks.policy_sim --gpu runs/policies/policies.json   # adds what `moebius bench policies` measured
 
 Writes docs/benchmarks/policy_sim.json. Simulated: nine seeds of 2,048 samples with DeepMath's published lengths, by the
 iterations measured in docs/benchmarks/sweep_30b_x2.json, and cases in which the moment matters more. Measured: steps of
@@ -19,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.policy_sim_cpu import measure_on_cpu
+from benchmarks.policy_sim_gpu import keep_gpu_steps, with_gpu_steps
 from moebius.engine.config import PolicyConfig
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout
-from moebius.rollout.bench.results import make_results
+from moebius.rollout.bench.results import make_results, read_results
 from moebius.rollout.bench.traces import DEEPMATH_CAP, DEEPMATH_PROMPT, deepmath_like
 from moebius.rollout.cost_cli import summary
 from moebius.rollout.cost_files import HostShare, expected_switch, load_costs
@@ -32,14 +34,22 @@ from moebius.rollout.simulate import Simulator, Trace, compare
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ROOT / "docs" / "benchmarks" / "sweep_30b_x2.json"
 SEEDS, SAMPLES = 9, 2048
+CPU_NUMBERS = ("sim_error_cpu_pct", "sim_error_pct", "sim_error_median_pct")
 QUIET = 0.25  # cores that others may use in the median run of a step, which is the one that counts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-cpu", action="store_true", help="only simulate; sim_error_pct is then left out")
+    parser.add_argument("--keep-cpu", action="store_true", help="only simulate, and keep the CPU steps that are there")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for policy_sim.json")
+    parser.add_argument("--gpu", type=Path, help="results of `moebius bench policies` on GPUs: only put them in")
     chosen = parser.parse_args()
+    if chosen.gpu is not None:
+        made = with_gpu_steps(read_results(chosen.out / "policy_sim.json"), read_results(chosen.gpu))
+        print(json.dumps(made.results, indent=1))
+        print(made.write(chosen.out))
+        return
     costs = sweep_costs()
     traces = published(SEEDS)
     threshold = costs.threshold(DEEPMATH_PROMPT + statistics.median(traces[0].lengths))
@@ -49,9 +59,15 @@ def main() -> None:
     cases = {name: case(*parts) for name, parts in other_cases(costs).items()}
     series: dict[str, Any] = {"steps": rows, "cases": cases}
     notes = [*NOTES, *flat_words(results)]
-    if not chosen.no_cpu:
+    earlier = chosen.out / "policy_sim.json"
+    if chosen.keep_cpu:
+        kept = read_results(earlier)
+        series["cpu"] = kept.series["cpu"]
+        results |= {name: kept.results[name] for name in CPU_NUMBERS if name in kept.results}
+        notes += [note for note in kept.notes if note.startswith(CPU_NUMBERS)]
+    elif not chosen.no_cpu:
         measured = measure_on_cpu()
-        results["sim_error_pct"] = measured.pop("sim_error_pct")
+        results["sim_error_cpu_pct"] = results["sim_error_pct"] = measured.pop("sim_error_pct")
         results["sim_error_median_pct"] = measured.pop("sim_error_median_pct")
         series["cpu"] = measured
         busy = max(statistics.median(row["cores_used_by_others"]) for row in measured["steps"])
@@ -62,20 +78,23 @@ def main() -> None:
                 "it on a quiet machine, or leave the measured part out with --no-cpu"
             )
         notes.append(
-            "sim_error_pct: the largest difference between predicted and measured time over steps on two CPU ranks "
+            "sim_error_cpu_pct: the largest difference between predicted and measured time over steps on two CPU ranks "
             "that were not used to calibrate (series.cpu): how far the simulator goes wrong with costs measured where "
-            "the steps ran. No step on GPUs is compared here."
+            "the steps ran."
         )
     made = make_results(
         "policy_sim",
-        command="python -m benchmarks.policy_sim" + (" --no-cpu" if chosen.no_cpu else ""),
+        command="python -m benchmarks.policy_sim"
+        + (" --keep-cpu" if chosen.keep_cpu else " --no-cpu" if chosen.no_cpu else ""),
         options={"seeds": SEEDS, "requests": SAMPLES, "costs": SWEEP.name, "prompt": DEEPMATH_PROMPT},
         results=results,
         series=series,
         notes=notes,
     )
+    if earlier.exists():
+        made = keep_gpu_steps(made, read_results(earlier))
     path = made.write(chosen.out)
-    print(json.dumps(results, indent=1))
+    print(json.dumps(made.results, indent=1))
     for name, found in cases.items():
         print(name, found)
     print(path)
@@ -163,16 +182,19 @@ def case(what: str, traces: list[Trace], costs: CostModel, threshold: int, sibli
 
 
 NOTES = (
-    "simulated, not measured: every time but those in series.cpu.",
-    "measured in the costs: decode iterations on two H200s at batches 8 to 512 and a context of about 163 tokens.",
+    "simulated, not measured: every time but those in series.cpu and series.gpu.",
+    (
+        "measured in the costs: decode iterations on two H200s at batches 8 to 2,048 in EP and 8 to 1,024 in TP, and a "
+        "context of about 41 tokens."
+    ),
     (
         "expected in the costs: what longer contexts add (KV bytes at the data sheet's memory rate), and the switch "
         "(bytes at measured shares of the link's rate; 15 ms and 0.1 ms per request assumed for the host)."
     ),
     (
-        "extrapolated: below batch 8 iterations are taken to last as long as at 8, above 512 the curves go on with "
-        "their last slope; time_below_measured_batches_pct and time_above_measured_batches_pct say how much time lies "
-        "there."
+        "extrapolated: below batch 8 iterations are taken to last as long as at 8, above the largest one the curves go "
+        "on with their last slope; time_below_measured_batches_pct and time_above_measured_batches_pct say how much "
+        "time lies outside EP's."
     ),
     "the oracle may also run in TP from the start without a switch, which no policy that starts in EP can.",
     "235b_x8: nothing of it is measured, see docs/planner.md.",

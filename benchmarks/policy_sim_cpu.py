@@ -15,11 +15,11 @@ from moebius.engine.config import PolicyConfig
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout
 from moebius.engine.types import SampleKey, SampleRequest
+from moebius.rollout.bench.policies import decoding_s
 from moebius.rollout.bench.traces import deepmath_like
 from moebius.rollout.demo import make_tiny_model
 from moebius.rollout.hindsight import check
 from moebius.rollout.report import build_report
-from moebius.rollout.report_lifelines import prefill_points
 from moebius.rollout.report_types import StepReport
 from moebius.rollout.simulate import Simulator, Trace
 from tests.engine.fleet import Fleet
@@ -176,11 +176,3 @@ def compared(
         "by_layout_pct": found.by_layout_pct,
         "cores_used_by_others": [round(others, 2) for _, others in runs],
     }
-
-
-def decoding_s(report: StepReport) -> float:
-    """Seconds of burst, switches and tail, without the iterations before all samples decode."""
-    prefill = report.timeline[: prefill_points(report)]
-    durations = report.durations_s
-    total = durations.burst + durations.switch + durations.tail
-    return total - sum(p.iteration_ms * p.iterations for p in prefill) / 1e3

@@ -57,12 +57,14 @@ class MemoryAccount:
     parameter_bytes: dict[str, Held] = field(default_factory=dict)  # by KINDS; all but the experts, and buffers
     workspace_bytes: Held = Held()  # scratch memory of the MoE kernels
     graph_bytes: Held = Held()  # as vLLM measured at capture
+    verify_bytes: int = 0  # for the logits of an iteration with drafts; torch holds it, and lends it to other tensors
+    all2all_bytes: Held = Held()  # buffers that deep_ep sends tokens through; 0 with the all-gather
 
     @property
     def attributed(self) -> int:
         """Bytes that have a name above."""
         slots = self.expert_bytes + self.expert_spare_bytes + self.kv_bytes + self.kv_spare_bytes
-        return slots + sum(held.total for held in self._held().values())
+        return slots + self.verify_bytes + sum(held.total for held in self._held().values())
 
     @property
     def rest_bytes(self) -> int:
@@ -72,6 +74,7 @@ class MemoryAccount:
     def overhead(self, over: str) -> int:
         """Bytes that only the other runtime, or the shift of slots, needs: over a static `over`, "EP" or "TP"."""
         other = sum(held.tp if over == "EP" else held.ep for held in self._held().values())
+        other += self.verify_bytes if over == "EP" else 0
         return other + self.expert_spare_bytes + self.kv_spare_bytes
 
     def overhead_share(self, over: str) -> float:
@@ -89,6 +92,8 @@ class MemoryAccount:
         for kind, held in self._held().items():
             parts = (("EP", held.ep), ("TP", held.tp), ("both", held.shared))
             rows += [(f"{kind}, {who}", nbytes) for who, nbytes in parts if nbytes]
+        if self.verify_bytes:
+            rows.append(("logits of drafts, TP", self.verify_bytes))
         rows.append(("everything else", self.rest_bytes))
         return [
             *rows,
@@ -97,7 +102,11 @@ class MemoryAccount:
         ]
 
     def _held(self) -> dict[str, Held]:
-        return self.parameter_bytes | {"MoE workspace": self.workspace_bytes, "CUDA graphs": self.graph_bytes}
+        return self.parameter_bytes | {
+            "MoE workspace": self.workspace_bytes,
+            "CUDA graphs": self.graph_bytes,
+            "all-to-all buffers": self.all2all_bytes,
+        }
 
 
 def table(account: MemoryAccount) -> str:
@@ -128,6 +137,8 @@ def memory_account(pair: RuntimePair, startup: Startup, rank: int) -> MemoryAcco
         parameter_bytes={kind: split(ep[kind], tp[kind]) for kind in KINDS if ep[kind] or tp[kind]},
         workspace_bytes=split(_workspace(pair.ep), _workspace(pair.tp)),
         graph_bytes=Held(ep=graphs.get("EP", 0), tp=graphs.get("TP", 0)),
+        verify_bytes=0 if pair.drafter is None else pair.drafter.verify_bytes,
+        all2all_bytes=Held(ep=_all2all(pair.ep)),
     )
 
 
@@ -163,13 +174,23 @@ def _parameters(runtime: Runtime, pair: RuntimePair) -> dict[str, list[Interval]
 
 def _interval(tensor: torch.Tensor) -> Interval:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    # A run of columns lies scattered over a matrix, from whose memory it takes no more than its own bytes.
+    return tensor.data_ptr(), tensor.data_ptr() + min(last + 1, tensor.numel()) * tensor.element_size()
 
 
 def _workspace(runtime: Runtime) -> list[Interval]:
     # None on CPU, which has no workspace manager; a manager holds None where nothing was asked for yet.
     held: list[Any] = getattr(runtime.workspace, "_current_workspaces", [])
     return [_interval(tensor) for tensor in held if tensor is not None]
+
+
+def _all2all(ep: Runtime) -> int:
+    """Bytes of the buffers of EP's all-to-all; vLLM keeps them by what they were made with."""
+    manager = getattr(getattr(ep.groups.get("_EP"), "device_communicator", None), "all2all_manager", None)
+    buffers = getattr(getattr(manager, "handle_cache", None), "_cache", {}).values()
+    # Of deep_ep: ElasticBuffer has the first, Buffer the other two.
+    sizes = ("num_bytes", "num_nvl_bytes", "num_rdma_bytes")
+    return sum(int(getattr(buffer, size, 0)) for buffer in buffers for size in sizes)
 
 
 def used_bytes(device: torch.device) -> int:

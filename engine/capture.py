@@ -11,38 +11,51 @@ _NEVER_RUN = 8  # tokens: graphs of a layout that the policy never enters are on
 
 
 def capture_sizes(layout: Layout, config: EngineConfig) -> list[int]:
-    """Token counts per rank to capture, ascending, for decode batches of `layout`.
+    """Token counts per rank to capture, ascending, for decode batches of `layout`: one token per request.
 
     EP: up to `max_num_seqs`, which is per rank. TP: every rank runs all live samples, so with the rollout policy no
     more than its threshold, else `max_num_seqs`. The steps are vLLM's (`VllmConfig._set_cudagraph_sizes`): 1, 2, 4,
     multiples of 8 below 256, of 16 from there. The largest size is the limit itself if that lies between two steps and
     no request beyond it can run (vLLM drops decode sizes above max_num_seqs), else the step above it.
-
-    With drafts of at most d tokens vLLM wants multiples of 1 + d: TP gets the same batches with all their drafts, and
-    those without drafts rounded up.
     """
-    sizes = _sizes(layout, config)
-    if layout is Layout.TP and config.tail.on:
-        each = 1 + config.tail.drafted
-        most = max(tp_batched_tokens(config) or each * sizes[-1], each)
-        sizes = [*(each * size for size in sizes), *(-(-size // each) * each for size in sizes)]
-        sizes = [size for size in sizes if size <= most] or [each]
-    return sorted(set(sizes))
+    if config.capture_sizes is not None:
+        return sorted(set(config.capture_sizes))
+    cap = min(config.max_num_batched_tokens or config.max_num_seqs, config.max_capture_size or config.max_num_seqs)
+    top = min(_round_up(_limit(layout, config)), config.max_num_seqs, cap)
+    return [*(size for size in _steps(top) if size < top), top]
+
+
+def draft_sizes(config: EngineConfig) -> list[int]:
+    """Token counts of TP's graphs for requests of any lengths, ascending, up to `draft_rows`; empty without drafts.
+
+    Eight tokens apart, then four sizes per power of two: a token of padding costs little where weights are read anyway,
+    and a graph costs memory and time at the start.
+    """
+    top = draft_rows(config)
+    if not top:
+        return []
+    sizes, size = [], 8
+    while size < top:
+        sizes.append(size)
+        size += max(8, 1 << (size.bit_length() - 3))
+    return [*sizes, top]
+
+
+def draft_rows(config: EngineConfig) -> int:
+    """Most tokens of an iteration in TP with drafts, those of the requests themselves included; 0 without drafts."""
+    if not config.tail.on:
+        return 0
+    samples = min(config.tail.max_samples, config.max_num_seqs)
+    # vLLM captures graphs for any lengths as if one request had all tokens.
+    longest = config.max_model_len or config.tail.max_rows
+    return min(config.tail.max_rows, (1 + config.tail.drafted) * samples, longest)
 
 
 def tp_batched_tokens(config: EngineConfig) -> int | None:
-    """Tokens of one iteration in TP: never fewer than all samples with all their drafts. None: vLLM's choice."""
+    """Tokens of one iteration in TP: never fewer than an iteration with drafts may have. None: vLLM's choice."""
     if not config.tail.on or config.max_num_batched_tokens is None:
         return config.max_num_batched_tokens
-    return max(config.max_num_batched_tokens, (1 + config.tail.drafted) * config.max_num_seqs)
-
-
-def _sizes(layout: Layout, config: EngineConfig) -> list[int]:
-    cap = min(config.max_num_batched_tokens or config.max_num_seqs, config.max_capture_size or config.max_num_seqs)
-    if config.capture_sizes is not None:
-        return sorted(set(config.capture_sizes))
-    top = min(_round_up(_limit(layout, config)), config.max_num_seqs, cap)
-    return [*(size for size in _steps(top) if size < top), top]
+    return max(config.max_num_batched_tokens, draft_rows(config))
 
 
 def _limit(layout: Layout, config: EngineConfig) -> int:

@@ -105,8 +105,15 @@ class TailConfig(BaseModel):
     draft_tokens: int = Field(5, ge=1, le=32, description="Most drafted tokens per sample and iteration.")
     adaptive: bool = Field(
         True,
-        description="Verify only as many drafted tokens as pay, by each sample's recent acceptance and the costs of "
-        "iterations; false: always all of them.",
+        description="Draft only while it is faster than decoding without drafts, and verify only as many drafted "
+        "tokens as pay, by each sample's recent acceptance and the times of iterations; false: always all of them.",
+    )
+    max_samples: PositiveInt = Field(128, description="No drafts while TP runs more samples than this.")
+    max_rows: int = Field(
+        768,
+        ge=2,
+        description="Most tokens of an iteration with drafts, the samples' own included: memory for their logits, "
+        "rows x vocabulary, and the largest CUDA graph follow from it.",
     )
     draft_memory_tokens: PositiveInt = Field(
         1 << 21, description="Text that drafts are taken from, in tokens per rank; 40 bytes of host memory each."
@@ -117,6 +124,15 @@ class TailConfig(BaseModel):
     def _off_is_false_in_yaml(cls, value: Any) -> Any:
         return "off" if value is False else value
 
+    @model_validator(mode="after")
+    def _room(self) -> TailConfig:
+        if self.max_rows <= self.max_samples:
+            raise ValueError(
+                f"max_rows={self.max_rows} leaves no room for drafts beside the tokens of max_samples="
+                f"{self.max_samples} samples: raise the first or lower the second"
+            )
+        return self
+
     @property
     def on(self) -> bool:
         """Whether the TP runtime has drafts."""
@@ -126,6 +142,19 @@ class TailConfig(BaseModel):
     def drafted(self) -> int:
         """Most drafted tokens per sample and iteration; 0 without speculation."""
         return self.draft_tokens if self.on else 0
+
+
+class EpConfig(BaseModel):
+    """What only EP has. docs/deepep.md explains it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    all2all: Literal["auto", "allgather_reducescatter", "deepep_v2", "deepep_low_latency"] = Field(
+        "auto",
+        description="How tokens go to their experts and back. allgather_reducescatter: NCCL, every rank gets all "
+        "tokens; deepep_v2, deepep_low_latency: the kernels of deep_ep, which must be installed; auto: what "
+        "`moebius calibrate` found to be faster here, else allgather_reducescatter.",
+    )
 
 
 class EngineConfig(BaseModel):
@@ -176,6 +205,11 @@ class EngineConfig(BaseModel):
         "TP pauses less. auto: where the mover can do it beside the model and KV memory suffices; on: always, or "
         "refuse to start.",
     )
+    attention_weights: Literal["both", "shared"] = Field(
+        "both",
+        description="both: each layout has its own attention projections. shared: TP's are views of EP's, in which a "
+        "few heads change places at a switch; TP's share of the projections is saved.",
+    )
     memory: Literal["auto", "virtual", "plain"] = Field(
         "auto",
         description="Memory of experts and KV on GPUs. virtual: can be given back and returned at the same addresses, "
@@ -183,6 +217,11 @@ class EngineConfig(BaseModel):
     )
     async_scheduling: bool = Field(
         True, description="Schedule the next iteration while the last one runs (vLLM's default on GPUs)."
+    )
+    steady_decode: bool = Field(
+        True,
+        description="Schedule iterations in which every request gets one token and nothing else happens with a few "
+        "operations per request, instead of vLLM's general code. Results are the same.",
     )
     collective_timeout_s: PositiveInt = Field(
         600,
@@ -192,5 +231,12 @@ class EngineConfig(BaseModel):
     seed: int = 0
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
     policy: PolicyConfig = PolicyConfig()
+    ep: EpConfig = EpConfig()
     tail: TailConfig = TailConfig()
     profile: ProfileConfig = ProfileConfig()
+
+    @field_validator("prepare", mode="before")
+    @classmethod
+    def _words_of_yaml(cls, value: Any) -> Any:
+        """YAML reads a bare `on` or `off` as true or false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value

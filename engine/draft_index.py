@@ -74,6 +74,10 @@ class DraftIndex:
             slots, table, rows, lengths,
         )  # fmt: skip
 
+    def append(self, slots: Ints, tokens: npt.NDArray[np.int32], ends: Ints) -> None:
+        """Add to sequences: the one in slots[i] gets tokens[ends[i - 1] : ends[i]]."""
+        _append(self.text, self.links, self.heads, self.clock, self.last, self.known, self.scopes, slots, tokens, ends)
+
     def drafts(self, slots: Ints, limits: Ints, width: int) -> Drafts:
         """Guesses for the sequences in `slots`, at most limits[i] (and `width`) tokens for sequence i."""
         rows = len(slots)
@@ -127,6 +131,19 @@ def _extend(text, links, heads, clock, last, known, scopes, slots, table, rows, 
             before = _put(text, links, heads, clock, scopes[slot], table[rows[i], n], before)
         last[slot] = before
         known[slot] = max(known[slot], lengths[i])
+
+
+@numba.njit(nogil=True)
+def _append(text, links, heads, clock, last, known, scopes, slots, tokens, ends):
+    start = np.int64(0)
+    for i in range(len(slots)):
+        slot = slots[i]
+        before = last[slot]
+        for n in range(start, ends[i]):
+            before = _put(text, links, heads, clock, scopes[slot], tokens[n], before)
+        last[slot] = before
+        known[slot] += max(np.int64(0), ends[i] - start)
+        start = ends[i]
 
 
 @numba.njit(nogil=True)
@@ -189,14 +206,19 @@ def _drafts(text, links, heads, clock, last, slots, limits, tokens, chance, coun
             if matches == 0:
                 break
             best = np.int64(0)
-            winner = np.int32(-1)
+            winner = word[0]
             total = np.int64(_DOUBT)
+            alike = True
             for m in range(matches):
+                total += (length[m] - 1) * (length[m] - 1)
+                alike = alike and word[m] == winner
+            if alike:  # as mostly: nothing to count
+                best = total - _DOUBT
+            for m in range(0 if alike else matches):
                 weight = np.int64(0)
                 for o in range(matches):
                     if word[o] == word[m]:
                         weight += (length[o] - 1) * (length[o] - 1)
-                total += (length[m] - 1) * (length[m] - 1)
                 if weight > best:  # of equal ones the first, which is the newest
                     best, winner = weight, word[m]
             tokens[row, n] = winner

@@ -6,9 +6,9 @@ it are right, c_1 * ... * c_j, so gains fall along a draft and the n largest alw
 best n has the most tokens per ms, (B + G(n)) / T(n); it is 0 unless it beats B / T(0) by `MARGIN`.
 
 The chance c of a token is the drafter's own estimate times how far it has been right with this request lately:
-(accepted + w) / (estimated + w) over the tokens judged, where older ones count less. A token is judged if all before it
-were accepted. w = `PRIOR` makes the first few count little. A request whose drafts do not pay is tried again, with one
-token, every `RETRY` iterations.
+(accepted + w * r) / (estimated + w) over the tokens judged, where older ones count less. A token is judged if all
+before it were accepted. w = `PRIOR` makes the first few count little; until then r counts, the same share over all
+requests. A request whose drafts do not pay is tried again, with one token, every `RETRY` iterations.
 """
 
 from __future__ import annotations
@@ -34,21 +34,32 @@ def best_lengths(chance: Floats, counts: npt.NDArray[np.int32], ms: Floats) -> I
     `chance` is [B, k]: of each drafted token, if those before it are right; row i has counts[i] of them. ms[n] is what
     an iteration with n drafted tokens takes; its length less one is the most that may be verified in all.
     """
+    lengths = np.zeros(len(chance), dtype=np.int64)
+    order, rates = _rates(chance, counts, ms)
+    best = int(np.argmax(rates))
+    if best and rates[best] > rates[0] * (1 + MARGIN):
+        np.add.at(lengths, order[:best] // chance.shape[1], 1)
+    return lengths
+
+
+def best_gain(chance: Floats, counts: npt.NDArray[np.int32], ms: Floats) -> float:
+    """Tokens per ms with the best number of drafted tokens, in those without any; arguments as of `best_lengths`."""
+    _, rates = _rates(chance, counts, ms)
+    return float(rates.max() / rates[0]) if len(chance) else 1.0
+
+
+def _rates(chance: Floats, counts: npt.NDArray[np.int32], ms: Floats) -> tuple[Ints, Floats]:
+    """Drafted tokens (their places in `chance`) by falling gain, and tokens per ms with the first n of them."""
     rows, width = chance.shape
     room = len(ms) - 1
-    lengths = np.zeros(rows, dtype=np.int64)
     if rows == 0 or width == 0 or room <= 0:
-        return lengths
+        return np.empty(0, dtype=np.int64), np.array([rows / ms[0] if len(ms) else 0.0])
     there = np.arange(width)[None] < counts[:, None]
     gains = np.cumprod(np.clip(chance, 0.0, 1.0), axis=1) * there
     order = np.argsort(-gains, axis=None, kind="stable")[:room]  # of equal gains the earlier token first
     sums = np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
     order = order[: np.count_nonzero(gains.ravel()[order] > 0)]
-    rates = (rows + sums[: len(order) + 1]) / ms[: len(order) + 1]
-    best = int(np.argmax(rates))
-    if best and rates[best] > rates[0] * (1 + MARGIN):
-        np.add.at(lengths, order[:best] // width, 1)
-    return lengths
+    return order, (rows + sums[: len(order) + 1]) / ms[: len(order) + 1]
 
 
 class Acceptance:
@@ -58,6 +69,17 @@ class Acceptance:
         self._right = np.zeros(slots)
         self._hoped = np.zeros(slots)
         self._waited = np.zeros(slots, dtype=np.int64)  # iterations without a draft
+        self._all = np.zeros(2)  # right and hoped for, over all requests
+
+    @property
+    def judged(self) -> float:
+        """Right tokens that the estimates promised of those judged lately, over all requests: how much is known."""
+        return float(self._all[1])
+
+    def fade(self, most: float) -> None:
+        """Let what is known over all requests count as that of `most` promised tokens, if it is more."""
+        if self._all[1] > most:
+            self._all *= most / self._all[1]
 
     def begin(self, slot: int) -> None:
         """A new request is in `slot`."""
@@ -72,10 +94,14 @@ class Acceptance:
         self._right[slots] = self._right[slots] * fade + accepted
         self._hoped[slots] = self._hoped[slots] * fade + (chance * seen).sum(axis=1)
         self._waited[slots] = np.where(drafted > 0, 0, self._waited[slots] + 1)
+        # A request's memory of its last 1 / (1 - MEMORY) tokens, and the same many of each of them together.
+        self._all *= MEMORY ** (float(judged.sum()) / max(1, len(slots)))
+        self._all += (float(accepted.sum()), float((chance * seen).sum()))
 
     def ratio(self, slots: Ints) -> Floats:
         """What the drafter's estimates are to be multiplied with."""
-        found: Floats = (self._right[slots] + PRIOR) / (self._hoped[slots] + PRIOR)
+        common = (self._all[0] + PRIOR) / (self._all[1] + PRIOR)
+        found: Floats = (self._right[slots] + PRIOR * common) / (self._hoped[slots] + PRIOR)
         return found
 
     def is_due(self, slots: Ints) -> npt.NDArray[np.bool_]:
@@ -84,18 +110,20 @@ class Acceptance:
         return found
 
 
-def roofline(dense: float, experts: int, chosen: int, expert_bytes: float, kv_bytes_per_token: float) -> Cost:
+def roofline(
+    dense: float, experts: int, chosen: int, expert_bytes: float, kv_bytes_per_token: float, fixed: float = 0.0
+) -> Cost:
     """Where nothing was measured: the bytes a rank must read, on a scale of its own.
 
     `dense` bytes always; of each layer's `experts` those that at least one of n tokens chooses, of expert_bytes in all
     when all are, 1 - (1 - chosen / experts)**n of them if tokens choose independently; and the KV of the requests.
-    Tokens of one text choose alike, so that verifying costs less than this: a cautious guess. Fixed costs (launches,
-    all-reduces) are left out, which is cautious too.
+    Tokens of one text choose alike, so that verifying costs less than this: a cautious guess. `fixed` is what takes its
+    time whatever the number of tokens (launches, all-reduces), as bytes that could be read meanwhile.
     """
 
     def ms(requests: int, context: float, tokens: Ints) -> Floats:
         touched = 1.0 - (1.0 - chosen / experts) ** tokens.astype(np.float64)
-        found: Floats = (dense + expert_bytes * touched + kv_bytes_per_token * requests * context) / 1e9
+        found: Floats = (fixed + dense + expert_bytes * touched + kv_bytes_per_token * requests * context) / 1e9
         return found
 
     return ms

@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from moebius.engine.inbox import Taken
 from moebius.engine.layout import Layout
+from moebius.engine.speculation import DraftPass
 
 
 class LostRequest(RuntimeError):
@@ -24,6 +25,8 @@ class Pass:
     ms: float
     layout: Layout
     tokens: int
+    drafted: DraftPass | None = None  # what it was, if it drafted; the same on all ranks
+    whole: bool = False  # it computed no prompts; the same on all TP ranks
 
 
 @dataclass(slots=True)
@@ -47,7 +50,7 @@ class Counts:
     failed: bool  # a function given to the step has raised an error on a rank
     seconds: float  # rank 0's clock, since the step began
     lengths: list[int]  # see `length_news`; empty where the policy does not learn lengths
-    ready: int = 0  # ranks that could draft from now on; see `tail_drafts`
+    ready: int = 0  # what ranks say about their drafts' texts; see `TailDrafts.told`
 
 
 class Exchange:

@@ -20,6 +20,7 @@ from moebius.engine.inbox import AbortBox
 from moebius.engine.length_news import LengthNews
 from moebius.engine.outputs import single_tokens
 from moebius.engine.sampler import SEED_FIELD
+from moebius.engine.steady import Audience
 from moebius.engine.types import SampleKey, SamplePiece, SampleRequest, SampleResult
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class FrontRecord:
     arrived_s: float = 0.0
     first_s: float | None = None  # None: it has no token yet
     routes: list[Any] = field(default_factory=list)  # vLLM's arrays of the experts that tokens went to
+    values: list[float] | None = None  # logprobs of the tokens so far, of a quiet request that asked for them
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class ParkedSample:
     request: Request  # vLLM's, with all tokens so far
     runs: Runs
     holds_pages: bool = False  # in the EP pool
+    values: list[float] | None = None  # logprobs of the tokens so far, of a quiet request that asked for them
 
 
 class RequestFront:
@@ -73,6 +76,7 @@ class RequestFront:
         self._asked: dict[str, SampleRequest] = {}
         self._runs: dict[str, Runs] = {}  # only of those that were parked before
         self._taken: set[SampleKey] = set()  # keys of prepared and of unfinished ones
+        self.audience = Audience(self._keys)  # for the schedulers of both runtimes
 
     @property
     def unfinished(self) -> int:
@@ -89,11 +93,10 @@ class RequestFront:
         tasks = self._front.get_supported_tasks()
         try:
             params = SamplingParams(
-                **request.sampling,
+                **request.sampling | {"detokenize": self._makes_text(request)},
                 n=1,
                 extra_args={SEED_FIELD: request.seed},
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                detokenize=self._front.tokenizer is not None,
             )
             prepared: EngineCoreRequest = processor.process_inputs(
                 _name(request.key), prompt, params, supported_tasks=tasks
@@ -122,10 +125,33 @@ class RequestFront:
         self._front.output_processor.add_request(prepared, None)
         self._keys[prepared.request_id] = request.key
         self._asked[prepared.request_id] = request
+        self._may_be_quiet(prepared.request_id, request)
         if self.is_running:
             self._arrived[prepared.request_id] = time.perf_counter() - self._started
             if self.news is not None:
                 self.news.came(request.key)
+
+    def _may_be_quiet(self, request_id: str, asked: SampleRequest) -> None:
+        """Where nobody reads along and no text is made, there is nothing to do for a request until it ends."""
+        sampling = asked.sampling
+        wants = sampling.get("logprobs") or sampling.get("prompt_logprobs") is not None
+        if self._makes_text(asked) or asked.stream or wants:
+            return
+        self.audience.quiet.add(request_id)
+        if sampling.get("logprobs") is not None:
+            self.audience.logprobs[request_id] = []
+
+    def _makes_text(self, asked: SampleRequest) -> bool:
+        return self._front.tokenizer is not None and asked.sampling.get("detokenize", True)
+
+    def _catch_up(self, request_id: str, coming: int = 0) -> None:
+        """Show vLLM's output processor the tokens it was not shown, but for the last `coming`."""
+        request = self.audience.behind.pop(request_id, None)
+        if request is None:
+            return
+        detokenizer: Any = self._front.output_processor.request_states[request_id].detokenizer
+        tokens = request._output_token_ids
+        detokenizer.update(tokens[detokenizer.num_output_tokens() : len(tokens) - coming], False)
 
     def refuse(self, request: SampleRequest, reason: str) -> None:
         """Leave a result that says why there is none."""
@@ -138,6 +164,8 @@ class RequestFront:
         self._asked.clear()
         self._runs.clear()
         self._taken.clear()
+        self.audience.quiet.clear()
+        self.audience.logprobs.clear()
         self._front.output_processor.abort_requests(ids, internal=True)
 
     def deliver(self, outputs: Any) -> tuple[int, list[str]]:
@@ -146,7 +174,14 @@ class RequestFront:
         The latter must be taken off the core: only this front can see stop strings.
         """
         own = [output for output in outputs.outputs if output.request_id in self._keys]
-        tokens = sum(len(output.new_token_ids) for output in own)
+        tokens = sum(len(output.new_token_ids) for output in own) + self.audience.take_tokens()
+        for output in own:
+            if output.request_id in self.audience.behind:
+                self._catch_up(output.request_id, len(output.new_token_ids))
+            if output.new_logprobs is not None and output.request_id in self.audience.logprobs:
+                values = output.new_logprobs.logprobs[: len(output.new_token_ids), 0].tolist()
+                self.audience.logprobs[output.request_id] += values
+                output.new_logprobs = None
         told: dict[str, int] = {}  # tokens that are known of requests whose new ones are looked at one by one
         if self._drafts is not None:
             own = [part for output in own for part in self._one_by_one(output, told)]
@@ -190,7 +225,7 @@ class RequestFront:
         entries = state.logprobs_processor.logprobs
         logprobs, tops = _logprobs(asked, token_ids, None if entries is None else entries[tokens:])
         text = None
-        if self._front.tokenizer is not None:
+        if self._makes_text(asked):
             # As vLLM's own streams: what may be the beginning of a stop string stays behind.
             detokenizer = state.detokenizer
             whole = detokenizer.output_text
@@ -208,6 +243,7 @@ class RequestFront:
 
     def _abort(self, ids: list[str]) -> None:
         for request_id in ids:
+            self._catch_up(request_id)
             state = self._front.output_processor.request_states[request_id]
             self._end(request_id, state.make_request_output([], None, FinishReason.ABORT, None))
         self._front.output_processor.abort_requests(ids, internal=True)
@@ -224,6 +260,9 @@ class RequestFront:
             request_id = sample.request.request_id
             self._keys[request_id] = sample.asked.key
             self._asked[request_id] = sample.asked
+            self._may_be_quiet(request_id, sample.asked)
+            if sample.values is not None:
+                self.audience.logprobs[request_id] = sample.values
             if sample.runs:
                 self._runs[request_id] = sample.runs
                 self._first[request_id] = 0.0
@@ -234,8 +273,10 @@ class RequestFront:
         ids = list(self._keys)
         parked = []
         for request_id in ids:
+            self._catch_up(request_id)
             runs = self._runs_of(request_id, requests[request_id].num_output_tokens)
-            parked.append(ParkedSample(self._forget(request_id), requests[request_id], runs))
+            values = self.audience.logprobs.get(request_id)
+            parked.append(ParkedSample(self._forget(request_id), requests[request_id], runs, values=values))
         return parked
 
     def end_parked(self, samples: Iterable[ParkedSample]) -> list[SampleResult]:
@@ -267,10 +308,11 @@ class RequestFront:
             state = processor.request_states[request_id]
             logprobs = state.logprobs_processor
             runs, arrived = self._runs.get(request_id, []), self._arrived.get(request_id, 0.0)
-            first = self._first.get(request_id)
+            first, values = self._first.get(request_id), self.audience.logprobs.get(request_id)
             asked = self._forget(request_id)
             told = (logprobs.logprobs, logprobs.cumulative_logprob)
-            records.append(FrontRecord(request_id, asked, *told, runs, arrived, first, state.routed_experts_chunks))
+            record = FrontRecord(request_id, asked, *told, runs, arrived, first, state.routed_experts_chunks, values)
+            records.append(record)
         processor.abort_requests([record.request_id for record in records], internal=True)
         return records
 
@@ -295,6 +337,9 @@ class RequestFront:
             self._replay(processor.request_states[request.request_id], record, request)
             self._keys[request.request_id] = key
             self._asked[request.request_id] = record.asked
+            self._may_be_quiet(request.request_id, record.asked)
+            if record.values is not None:
+                self.audience.logprobs[request.request_id] = record.values
             self._arrived[request.request_id] = record.arrived_s
             if record.first_s is not None:
                 self._first[request.request_id] = record.first_s
@@ -322,8 +367,9 @@ class RequestFront:
     def _end(self, request_id: str, output: Any) -> None:
         runs = self._runs_of(request_id, len(output.outputs[0].token_ids))
         arrived, first = self._arrived.get(request_id, 0.0), self._first.get(request_id, 0.0)
+        values = self.audience.logprobs.get(request_id)
         asked = self._forget(request_id)
-        result = self._result(asked, output, runs)
+        result = self._result(asked, output, runs, values)
         result.arrived_s, result.first_s = arrived, first
         if self._drafts is not None:
             self._drafts.note(request_id, asked.prompt_token_ids, result)
@@ -333,6 +379,9 @@ class RequestFront:
 
     def _forget(self, request_id: str) -> SampleRequest:
         self._sent.pop(request_id, None)
+        self.audience.quiet.discard(request_id)
+        self.audience.behind.pop(request_id, None)
+        self.audience.logprobs.pop(request_id, None)
         self._taken.discard(self._keys.pop(request_id))
         self._runs.pop(request_id, None)
         self._arrived.pop(request_id, None)
@@ -354,15 +403,17 @@ class RequestFront:
         taken, self.results = self.results, []
         return taken
 
-    def _result(self, asked: SampleRequest, output: Any, runs: Runs) -> SampleResult:
+    def _result(self, asked: SampleRequest, output: Any, runs: Runs, values: list[float] | None) -> SampleResult:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
-        logprobs, tops = _logprobs(asked, token_ids, completion.logprobs)
+        logprobs, tops = (values, None) if values is not None else _logprobs(asked, token_ids, completion.logprobs)
+        if logprobs is not None and len(logprobs) != len(token_ids):
+            raise RuntimeError(f"{asked.key}: {len(logprobs)} logprobs of {len(token_ids)} tokens")
         return SampleResult(
             key=asked.key,
             token_ids=token_ids,
             logprobs=logprobs,
-            text=completion.text if self._front.tokenizer is not None else None,
+            text=completion.text if self._makes_text(asked) else None,
             finish_reason=str(completion.finish_reason),
             stop_reason=completion.stop_reason,
             policy_version=runs[-1][0] if runs else self.policy_version,

@@ -6,6 +6,7 @@ every `before` iterations. All ranks see the same live counts, so their traces s
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from moebius.engine.config import PolicyConfig, ProfileConfig
 from moebius.engine.layout import Layout
+
+_log = logging.getLogger(__name__)
 
 
 class SwitchProfiler:
@@ -85,8 +88,11 @@ class SwitchProfiler:
         self._discard()
         if profile is not None and complete:
             folder = Path(self.config.folder or ".")
-            folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(folder / f"step_{self._step:04d}_rank_{self.rank}.json.gz"))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                profile.export_chrome_trace(str(folder / f"step_{self._step:04d}_rank_{self.rank}.json.gz"))
+            except OSError as error:  # within the step: the other ranks would wait for this one, and the step be lost
+                _log.warning("no trace was written to engine.profile.folder=%s: %s", folder, error)
             self._done = True
 
     def _discard(self) -> None:

@@ -15,9 +15,21 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from moebius.engine import cpu_support, sampler, speculation, vllm_patches
+from moebius.engine import (
+    all2all,
+    cpu_support,
+    deepep_patches,
+    sampler,
+    speculation,
+    steady,
+    steady_runner,
+    tail_graphs,
+    tail_modes,
+    vllm_patches,
+)
+from moebius.engine.attention import SharedAttention
 from moebius.engine.backing import make_backing
-from moebius.engine.capture import capture_sizes, tp_batched_tokens
+from moebius.engine.capture import capture_sizes, draft_sizes, tp_batched_tokens
 from moebius.engine.config import EngineConfig
 from moebius.engine.families import warn_if_unchecked
 from moebius.engine.layout import Layout, ModelShape, ShardMap
@@ -42,6 +54,7 @@ class Runtime:
     workspace: Any
     expert_modules: list[Any]  # in layer order; each has w13_weight and w2_weight
     kv: list[torch.Tensor]  # in layer order; [pages, kv heads, page size, 2 * head_dim]
+    steady: steady.SteadyScheduling | None = None  # None: all iterations are scheduled by vLLM's code
 
     @property
     def runner(self) -> Any:
@@ -81,11 +94,14 @@ class RuntimePair:
 
     def __init__(self, config: EngineConfig, shape: ModelShape, world_size: int) -> None:
         self.clock = StartupClock()
-        vllm_patches.apply()
         self.shape = shape
         with self.clock.part("config"):
-            ep_config = _vllm_config(config, world_size, Layout.EP)
+            self.all2all = all2all.choose(config, shape, world_size)
+            all2all.prepare_environment(self.all2all.backend)
+            vllm_patches.apply(deepep_patches.targets() if self.all2all.backend == all2all.DEEPEP_V2 else ())
+            ep_config = _vllm_config(config, world_size, Layout.EP, self.all2all.backend)
             tp_config = _vllm_config(config, world_size, Layout.TP)
+            _check_model(self.all2all.backend, ep_config, config, shape)
         if os.environ.get("RANK", "0") == "0":
             warn_if_unchecked(ep_config.model_config.hf_text_config.model_type)
         device = torch.device(ep_config.device_config.device_type)
@@ -95,13 +111,17 @@ class RuntimePair:
         # TP first: its groups are set aside, then the front is built around the EP core, whose experts (loaded last)
         # are the ones that stand in the buffer afterwards.
         embeddings: dict[int, torch.Tensor] = {}
-        with self.clock.runtime(Layout.TP), vllm_patches.binding(self.buffer, Layout.TP, embeddings) as bound:
+        self.attention = SharedAttention() if config.attention_weights == "shared" else None
+        shared = (embeddings, self.attention)
+        with self.clock.runtime(Layout.TP), vllm_patches.binding(self.buffer, Layout.TP, *shared) as bound:
             core = EngineCore(tp_config, Executor.get_class(tp_config), log_stats=False)
-        self.tp = _finish(Layout.TP, core, bound)
-        self.drafter = speculation.install(self.tp.runner, self.tp.scheduler, config.tail)
+        self.tp = _finish(Layout.TP, core, bound, config)
+        if config.ep.all2all == "auto" and device.type == "cuda":
+            _check_same_choice(self.all2all.backend)
+        self.drafter = speculation.install(core, self.tp.runner, config.tail, draft_sizes(config), self.tp.steady)
         for name in PARALLEL_GROUPS:
             setattr(parallel_state, name, None)
-        with self.clock.runtime(Layout.EP), vllm_patches.binding(self.buffer, Layout.EP, embeddings) as bound:
+        with self.clock.runtime(Layout.EP), vllm_patches.binding(self.buffer, Layout.EP, *shared) as bound:
             self.front = LLMEngine(
                 vllm_config=ep_config,
                 executor_class=Executor.get_class(ep_config),
@@ -109,9 +129,11 @@ class RuntimePair:
                 multiprocess_mode=False,
             )
         client: Any = self.front.engine_core
-        self.ep = _finish(Layout.EP, client.engine_core, bound)
+        self.ep = _finish(Layout.EP, client.engine_core, bound, config)
         self._dp_group = self.front.dp_group
         self._check_aliasing()
+        if self.drafter is not None:
+            self.drafter.reserve()
         self.active = self.ep
         self.activate(Layout.EP)
 
@@ -127,6 +149,11 @@ class RuntimePair:
         self.front.dp_group = self._dp_group if layout is Layout.EP else None
         self.front.should_execute_dummy_batch = False
         self.active.install_groups()
+
+    def shape_attention(self, layout: Layout) -> None:
+        """Bring attention that both layouts share into the form of `layout`, in order with the current stream."""
+        if self.attention is not None:
+            self.attention.to(layout)
 
     def _check_aliasing(self) -> None:
         for runtime in (self.ep, self.tp):
@@ -145,6 +172,8 @@ class RuntimePair:
                     raise RuntimeBuildError(f"{runtime.layout.value} KV of layer {ordinal} left its slot")
         if len(self.ep.expert_modules) != len(self.tp.expert_modules) or len(self.ep.kv) != len(self.tp.kv):
             raise RuntimeBuildError("the two runtimes have different numbers of layers")
+        if self.attention is not None:
+            self.attention.check(len(self.ep.kv))
 
 
 def _make_buffer(sizes: SlotSizes, device: torch.device, config: EngineConfig, world_size: int) -> UnifiedBuffer:
@@ -158,26 +187,47 @@ def _rank_device(device: torch.device) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
 
 
-def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmConfig:
+def _check_model(backend: all2all.Backend, ep_config: VllmConfig, config: EngineConfig, shape: ModelShape) -> None:
+    dtype = str(ep_config.model_config.dtype)
+    reason = all2all.model_refusal(backend, dtype=dtype, hidden=shape.hidden, eager=config.enforce_eager)
+    if reason:
+        raise all2all.All2AllUnavailable(f"engine.ep.all2all: {backend} cannot run this model: {reason}")
+
+
+def _check_same_choice(backend: str) -> None:
+    """Each rank chose by what it found; they must agree before EP's groups are built."""
+    group = parallel_state.get_world_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, backend, group=group.cpu_group)
+    if problem := all2all.problem_of_choices(dict(enumerate(found))):
+        raise RuntimeBuildError(problem)
+
+
+def _vllm_config(
+    config: EngineConfig, world_size: int, layout: Layout, backend: all2all.Backend = all2all.ALLGATHER
+) -> VllmConfig:
     has_tokenizer = os.path.exists(os.path.join(config.model, "tokenizer.json")) or not os.path.isdir(config.model)
     layout_args: dict[str, Any] = (
-        {"data_parallel_size": world_size, "enable_expert_parallel": True}
+        {"data_parallel_size": world_size, "enable_expert_parallel": True, "all2all_backend": backend}
         if layout is Layout.EP
         else {"tensor_parallel_size": world_size}
     )
     cuda = torch.cuda.is_available()
     drafts = layout is Layout.TP and config.tail.on
-    # vLLM schedules ahead only with drafters that run on the device.
-    asynchronous = config.async_scheduling and not drafts
+    sizes = capture_sizes(layout, config) if cuda and not config.enforce_eager else None
     if drafts:
         layout_args["speculative_config"] = {
             "method": "custom_class",
             "model": speculation.DRAFTER,
             "num_speculative_tokens": config.tail.drafted,
         }
-        if cuda and not config.enforce_eager:
-            # One graph for any lengths of drafts; vLLM's other graphs are for batches of one length only.
-            layout_args["compilation_config"] = {"cudagraph_mode": "FULL"}
+        if sizes is not None:
+            graphs = {"decode": sizes, "drafts": draft_sizes(config)}
+            layout_args["additional_config"] = {tail_graphs.CONFIG_KEY: graphs}
+            sizes = sorted({*sizes, *graphs["drafts"]})
+    if config.attention_weights == "shared":
+        # Compiled code knows the strides of weights, but the keys of vLLM's cache do not.
+        layout_args.setdefault("additional_config", {})["moebius_attention_weights"] = "shared"
     arguments = EngineArgs(
         model=config.model,
         dtype=config.dtype,
@@ -187,7 +237,7 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens if layout is Layout.EP else tp_batched_tokens(config),
         hf_overrides=config.hf_overrides,
-        cudagraph_capture_sizes=capture_sizes(layout, config) if cuda and not config.enforce_eager else None,
+        cudagraph_capture_sizes=sizes,
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -198,7 +248,8 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
         seed=config.seed,
         logprobs_mode=config.logprobs_mode,
         disable_log_stats=True,
-        async_scheduling=asynchronous and cuda,
+        # vLLM refuses it with drafters that do not run on the device; here no iteration has both (`tail_modes`).
+        async_scheduling=config.async_scheduling and cuda and not drafts,
         disable_custom_all_reduce=not config.custom_all_reduce,
         distributed_executor_backend="external_launcher",
         distributed_timeout_seconds=config.collective_timeout_s,
@@ -208,7 +259,10 @@ def _vllm_config(config: EngineConfig, world_size: int, layout: Layout) -> VllmC
     )
     vllm_config = arguments.create_engine_config()
     # vLLM's CPU platform turns it off as not worth while; here it is wanted so that one code path serves both.
-    vllm_config.scheduler_config.async_scheduling = asynchronous
+    vllm_config.scheduler_config.async_scheduling = config.async_scheduling
+    if drafts:
+        scheduling: Any = vllm_config.scheduler_config
+        scheduling.scheduler_cls = tail_modes.AheadScheduler
     return vllm_config
 
 
@@ -222,7 +276,7 @@ def _slot_sizes(vllm_config: VllmConfig, shape: ModelShape, config: EngineConfig
     )
 
 
-def _finish(layout: Layout, core: EngineCore, bound: vllm_patches.Binding) -> Runtime:
+def _finish(layout: Layout, core: EngineCore, bound: vllm_patches.Binding, config: EngineConfig) -> Runtime:
     context = core.vllm_config.compilation_config.static_forward_context
     runtime = Runtime(
         layout=layout,
@@ -244,4 +298,7 @@ def _finish(layout: Layout, core: EngineCore, bound: vllm_patches.Binding) -> Ru
         runtime.runner.prepare_inputs_event = None  # an event of a device there is not
         cpu_support.note_routes(runtime.runner.model)
     sampler.install(runtime.runner)
+    if config.steady_decode and (scheduling := steady.attach(runtime.scheduler)) is not None:
+        runtime.steady = scheduling
+        steady_runner.attach(runtime.runner, scheduling)
     return runtime

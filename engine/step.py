@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from moebius.engine.profile import SwitchProfiler
 from moebius.engine.requests import QuiesceError, release_stuck
 from moebius.engine.runtime import RuntimePair
 from moebius.engine.switch import PhaseTimer, Switcher
+from moebius.engine.tail_drafts import TailDrafts
 from moebius.engine.types import (
     CancelledSwitch,
     Iteration,
@@ -76,6 +78,9 @@ class Step:
         self.stats, self.on_iteration, self.on_results = stats, on_iteration, on_results
         self.drafts = switcher.drafts  # None: TP has none
         self.front = RequestFront(pair.front, stats.rank, policy_version, self.drafts)
+        for runtime in (pair.ep, pair.tp):
+            if runtime.steady is not None:
+                runtime.steady.audience = self.front.audience
         self.parked = parked or []  # on this rank: of earlier steps, and after `run` those of this one
         self._keep_pages = keep_pages  # of what is parked
         self._parking = False  # by the last exchange
@@ -178,6 +183,11 @@ class Step:
                 live = self._try_switch(to, iteration, exchange)
                 exchange = None
                 self._mark = time.perf_counter()
+                if live == 0:
+                    continue
+            elif (drafts := self._changing()) is not None:
+                live, exchange = self._quiesce(exchange), None
+                drafts.change()
                 if live == 0:
                     continue
             elif self._expects_tp and iteration >= self._prepare_from:
@@ -290,7 +300,15 @@ class Step:
         now = time.perf_counter()
         last = Pass(now - self._started, 1e3 * (now - self._mark), self.pair.layout, tokens)
         self._mark = now
+        if self.drafts is not None and self.pair.layout is Layout.TP:
+            last.drafted, last.whole = self.drafts.drafter.take_pass(), not self._prefilling
         return last
+
+    def _changing(self) -> TailDrafts | None:
+        """The drafts, if TP is to go from decoding ahead to drafting, or back, before the next iteration."""
+        if self.drafts is None or self.pair.layout is not Layout.TP:
+            return None
+        return self.drafts if self.drafts.wants_change(self.pair.tp.scheduler.running) else None
 
     def _exchange(self, last: Pass | None, aborts: list[str]) -> Exchange:
         taken = self.inbox.take()
@@ -343,8 +361,11 @@ class Step:
         live, self._open, self._filling, self._seconds = counts.live, counts.is_open, counts.is_filling, counts.seconds
         self._unseen_tokens += counts.tokens
         self._parking = counts.is_parking
-        if self.drafts is not None and counts.ready == dist.get_world_size(self.group):
-            self.drafts.adopt()
+        if self.drafts is not None:
+            self.drafts.told(counts.ready)
+            if (last := exchange.last) is not None and last.layout is Layout.TP is self.pair.layout:
+                running = self.pair.tp.scheduler.running
+                self.drafts.timed(counts.seconds, counts.tokens, last.drafted, running, last.whole)
         if counts.lengths:
             self._told.add(read(counts.lengths))
         if counts.failed and self.failure is None:
@@ -380,7 +401,7 @@ class Step:
             core.execute_dummy_batch()
         client: Any = self.pair.front.engine_core
         outputs = client.get_output()
-        if not outputs.outputs:
+        if not outputs.outputs and not self.front.audience.tokens:
             release_stuck(self.pair.active)
         return self.front.deliver(outputs)
 
@@ -431,13 +452,13 @@ class Step:
         self.stats.cancelled.append(CancelledSwitch(iteration, t, live, reason))
         return live
 
-    def _quiesce(self, exchange: Exchange | None, timer: PhaseTimer) -> int:
+    def _quiesce(self, exchange: Exchange | None, timer: PhaseTimer | None = None) -> int:
         """Take everything that is in flight and deliver it; returns how many samples are unfinished then."""
-        with timer.phase("drain"):
+        with timer.phase("drain") if timer is not None else nullcontext():
             if exchange is not None:
                 self._settle(exchange)
             tokens, aborts = self._drain()
-        with timer.phase("quiesce"):
+        with timer.phase("quiesce") if timer is not None else nullcontext():
             # Draining finishes requests, so they are counted anew before anything is decided.
             drained = Pass(0.0, 0.0, self.pair.layout, tokens)
             live, all_tokens = self._agree(self._exchange(drained, aborts + self.front.abort(self.aborts)))

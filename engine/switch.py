@@ -40,7 +40,6 @@ from moebius.engine.requests import (
     snapshot_requests,
 )
 from moebius.engine.runtime import Runtime, RuntimePair
-from moebius.engine.speculation import drop_drafts
 from moebius.engine.staging import Staging
 from moebius.engine.tail_drafts import TailDrafts
 from moebius.engine.types import SwitchRecord
@@ -172,7 +171,6 @@ class Switcher:
     def drop_drafts(self) -> None:
         """TP's requests are about to leave it: without the drafts that were to be verified next."""
         if self.drafts is not None:
-            drop_drafts(self.pair.tp.scheduler)
             self.drafts.end()
 
     # ---- EP -> TP ---------------------------------------------------------------------------------------------------
@@ -361,6 +359,7 @@ class Switcher:
         with timer.phase("reshard"), clock.span("experts"):
             if to is Layout.TP and self.staging.is_ready:
                 self.experts_in = Layout.TP
+                self.pair.shape_attention(to)
                 return self.staging.commit()
             return self._move_experts(to)
 
@@ -375,6 +374,7 @@ class Switcher:
             else:
                 sent += self.mover.experts_tp_to_ep(tp.w13_weight, tp.w2_weight, ep.w13_weight, ep.w2_weight)
         self.experts_in = to
+        self.pair.shape_attention(to)
         return sent
 
     def _page_pairs(self, owner: np.ndarray, source: np.ndarray, target: np.ndarray) -> PagePairs:

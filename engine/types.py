@@ -137,7 +137,10 @@ class DraftStats:
     with_drafts: int  # of them with a draft
     tokens: int  # sampled in TP
     rows: int  # requests that got tokens, summed over the iterations: tokens / rows per request and iteration
-    plain_s: float | None = None  # what the same tokens would have taken in TP without drafts, by costs; None: no costs
+    plain_s: float | None = None  # the same tokens in TP without drafts: by costs, on the scale of timed iterations
+    ahead: int = 0  # iterations that decoded ahead, none drafting
+    changes: int = 0  # of the mode, between ahead and drafting
+    problem: str | None = None  # why there are no drafts any more
 
 
 @dataclass(slots=True)

@@ -90,8 +90,9 @@ class WeightUpdates:
         self._to_ep()
 
     def _to_ep(self) -> None:
-        """All experts are about to be written in EP layout: nothing to move back."""
+        """All weights are about to be written in EP layout: no expert need be moved back."""
         self.switcher.experts_in = Layout.EP
+        self.pair.shape_attention(Layout.EP)
         self.pair.activate(Layout.EP)
 
     def _make_shadow(self) -> _Shadow:

@@ -99,6 +99,28 @@ class KeyedVerifier(nn.Module):
         return (sampled == drafts).cumprod(dim=1).sum(dim=1)
 
 
+def reserve_memory(runner: Any, rows: int) -> int:
+    """Take the device memory that verifying `rows` tokens at once needs; bytes, 0 on CPU. It stays with torch.
+
+    Drafts begin long after the start, when the memory they need would be missed in the middle of a step. A pass of so
+    many rows has their logits as the model gives them (gathered from all ranks), in fp32, and their log-probabilities.
+
+    Raises RuntimeError if there is less.
+    """
+    if runner.device.type != "cuda":
+        return 0
+    vocab, dtype = runner.model_config.get_vocab_size(), runner.model_config.dtype
+    try:
+        logits = torch.empty((2, rows, vocab), dtype=dtype, device=runner.device)
+        whole = torch.empty((2, rows, vocab), dtype=torch.float32, device=runner.device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise RuntimeError(
+            f"no memory to verify {rows} tokens of {vocab} logits at once: lower engine.tail.max_rows (now {rows} at "
+            "most), engine.tail.max_samples or engine.kv_cache_bytes"
+        ) from error
+    return logits.nbytes + whole.nbytes
+
+
 def check_processors(processors: LogitsProcessors) -> None:
     """Raise UnknownProcessor if the sampler has a logits processor that `repeated` does not know."""
     known = (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor)

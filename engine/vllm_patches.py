@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from moebius.engine.attention import SharedAttention
 from moebius.engine.layout import Layout
 from moebius.engine.memory import UnifiedBuffer
 
 VLLM_VERSION = "0.26.0"
 _MARK = "__moebius_patch__"
+Target = tuple[Any, str, Callable[[Any], Any]]  # owner, name, and what makes the replacement from the original
 
 
 class PatchError(RuntimeError):
@@ -37,6 +39,7 @@ class Binding:
     # By number in order of creation: the whole of an embedding, of which TP's is a part. Shared by both runtimes.
     embeddings: dict[int, torch.Tensor] = field(default_factory=dict)
     embeddings_made: int = 0
+    attention: SharedAttention | None = None  # None: each runtime has its own
 
 
 _binding: Binding | None = None
@@ -44,16 +47,19 @@ _binding: Binding | None = None
 
 @contextmanager
 def binding(
-    buffer: UnifiedBuffer, layout: Layout, embeddings: dict[int, torch.Tensor] | None = None
+    buffer: UnifiedBuffer,
+    layout: Layout,
+    embeddings: dict[int, torch.Tensor] | None = None,
+    attention: SharedAttention | None = None,
 ) -> Iterator[Binding]:
     """Route expert and KV allocations of the engine built inside the block into `buffer`.
 
-    Engines built with the same `embeddings` share theirs: build TP first. None: each has its own.
+    Engines built with the same `embeddings` or `attention` share theirs: build TP first. None: each has its own.
     """
     global _binding
     if _binding is not None:
         raise PatchError("two runtimes cannot be built at the same time")
-    _binding = Binding(buffer, layout, embeddings=embeddings if embeddings is not None else {})
+    _binding = Binding(buffer, layout, embeddings={} if embeddings is None else embeddings, attention=attention)
     try:
         yield _binding
     finally:
@@ -89,10 +95,13 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, replacement)
 
 
-def apply() -> None:
-    """Apply all changes for this platform. Raises PatchError if the version is another or a change did not hold."""
+def apply(more: Sequence[Target] = ()) -> None:
+    """Apply all changes for this platform, and `more`.
+
+    Raises PatchError if the version is another or a change did not hold.
+    """
     require_version()
-    targets = _targets()
+    targets = [*_targets(), *more]
     for owner, name, make in targets:
         _replace(owner, name, make)
     broken = [f"{o.__name__}.{n}" for o, n, _ in targets if not getattr(getattr(o, n), _MARK, False)]
@@ -111,9 +120,6 @@ def check() -> list[str]:
     """Apply everything and return the names of the changed places; for `moebius doctor`."""
     apply()
     return [f"{o.__module__ if hasattr(o, '__module__') else o.__name__}.{n}" for o, n, _ in _targets()]
-
-
-Target = tuple[Any, str, Callable[[Any], Any]]
 
 
 def _targets() -> list[Target]:
@@ -135,6 +141,7 @@ def _upstream_fixes() -> list[Target]:
 
 def _common_changes() -> list[Target]:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.v1.engine import core
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -143,7 +150,9 @@ def _common_changes() -> list[Target]:
         *_upstream_fixes(),
         (UnquantizedFusedMoEMethod, "create_weights", _expert_parameters_in_slots),
         (UnquantizedEmbeddingMethod, "create_weights", _embeddings_shared),
+        (UnquantizedLinearMethod, "create_weights", _attention_shared),
         (GPUModelRunner, "_allocate_kv_cache_tensors", _kv_in_slots),
+        (GPUModelRunner, "_check_and_update_cudagraph_mode", _graphs_of_a_tail_with_drafts),
         (core, "init_none_hash", _same_hash_root),
     ]
 
@@ -281,6 +290,31 @@ def _embeddings_shared(original: Any) -> Any:
     return create_weights
 
 
+def _attention_shared(original: Any) -> Any:
+    """TP's attention projections are views of EP's, where the engine is to have them once (moebius.engine.attention).
+
+    What is loaded into TP's would be EP's heads in another order by then: its loader takes nothing.
+    """
+
+    def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        shared = None if _binding is None else _binding.attention
+        if _binding is None or shared is None or not shared.takes(layer):
+            return original(self, layer, *args, **kwargs)
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            original(self, layer, *args, **kwargs)
+        meta = layer.weight
+        # The class has the loaders; its constructor asks for what `__dict__` holds already.
+        parameter: Any = type(meta).__new__(type(meta), shared.bind(layer, meta, _binding.layout, device))
+        parameter.__dict__.update(meta.__dict__)
+        if _binding.layout is Layout.TP:
+            parameter.weight_loader = lambda *_args, **_kwargs: None
+        layer.register_parameter("weight", parameter)
+        return None
+
+    return create_weights
+
+
 def layer_index(layer_name: str) -> int:
     """The number after `layers.` in a vLLM layer name; raises PatchError if there is none."""
     if "layers." not in layer_name:
@@ -307,6 +341,18 @@ def _kv_in_slots(original: Any) -> Any:
         return raw
 
     return _allocate_kv_cache_tensors
+
+
+def _graphs_of_a_tail_with_drafts(original: Any) -> Any:
+    """A runner with drafts gets graph sizes of its own: upstream pads all its batches to multiples of 1 + drafts."""
+
+    def _check_and_update_cudagraph_mode(self: Any, backends: Any, groups: Any, *args: Any, **kwargs: Any) -> None:
+        from moebius.engine import tail_graphs
+
+        tail_graphs.prepare(self, backends, groups)
+        original(self, backends, groups, *args, **kwargs)
+
+    return _check_and_update_cudagraph_mode
 
 
 def _cpu_changes() -> list[Target]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moebius.engine.all2all import ALLGATHER, DEEPEP_V2, GAIN, Backend, look, refusal, time_ratio
 from moebius.engine.calibrate import Grid, calibrate
+from moebius.engine.config import EpConfig
 from moebius.engine.cost_cache import cost_key, keep
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout
-from moebius.rollout.bench.engines import Engines
+from moebius.rollout.bench.engines import BenchSetup, Engines
 
 
 def calibrate_fleet(engines: Engines, grid: Grid) -> tuple[CostModel, list[str]]:
@@ -20,6 +23,35 @@ def calibrate_fleet(engines: Engines, grid: Grid) -> tuple[CostModel, list[str]]
     configured = engines.setup.engine.capture_sizes
     answers: list[tuple[CostModel, list[str]]] = engines.fleet("moebius").call(calibrate_rank, grid, configured)
     return answers[0]
+
+
+def calibrate_all(setup: BenchSetup, grid: Grid, logs: Path, say: Callable[[str], None]) -> tuple[CostModel, list[str]]:
+    """Start the engine, measure it and end it. With engine.ep.all2all: auto, once for every all-to-all that may be the
+    fastest on this machine: the costs are those of the one that later starts take."""
+    wanted: list[Backend] = backends(setup)
+    found: dict[Backend, CostModel] = {}
+    notes: list[str] = []
+    for backend in wanted:
+        engine = setup.engine.model_copy(update={"ep": EpConfig(all2all=backend)})
+        with Engines(setup.model_copy(update={"engine": engine}), ["moebius"], logs, say) as engines:
+            found[backend], more = calibrate_fleet(engines, grid)
+            notes += [f"{backend}: {note}" for note in more] if len(wanted) > 1 else more
+    if len(found) < 2:
+        return found[wanted[0]], notes
+    ratio = time_ratio(found[DEEPEP_V2], found[ALLGATHER], 1)
+    notes.append(
+        f"an EP iteration with {DEEPEP_V2} takes {100 * ratio:.1f} % of one with {ALLGATHER}, over all batches"
+    )
+    return found[DEEPEP_V2 if ratio < 1 - GAIN else ALLGATHER], notes
+
+
+def backends(setup: BenchSetup) -> list[Backend]:
+    """What EP is to be measured with: what the settings name, or for `auto` all that can be used here."""
+    wanted = setup.engine.ep.all2all
+    if wanted != "auto":
+        return [wanted]
+    usable = setup.device == "cuda" and setup.ranks > 1 and refusal(DEEPEP_V2, look()) is None
+    return [ALLGATHER, DEEPEP_V2] if usable else [ALLGATHER]
 
 
 def calibrate_rank(subject: Any, grid: Grid, capture_sizes: list[int] | None) -> tuple[CostModel, list[str]]:

@@ -162,12 +162,12 @@ def calibrate(
 ) -> None:
     """Measure iterations of both layouts and switches on this machine. Times mean something on CUDA only.
 
-    Later starts with engine.policy.costs: auto find the costs, where the settings that matter for speed are equal.
+    Later starts with engine.policy.costs: auto find the costs, where the settings that matter for speed are equal. With
+    engine.ep.all2all: auto, EP is measured with every all-to-all that this machine can use, and they take the fastest.
     """
     from moebius.engine.calibrate import Grid
     from moebius.rollout.bench.cli import _integers, _setup
-    from moebius.rollout.bench.engines import Engines
-    from moebius.rollout.calibration import calibrate_fleet, draw_costs
+    from moebius.rollout.calibration import calibrate_all, draw_costs
 
     grid = Grid(
         batches=tuple(_integers(batches, "--batches")),
@@ -177,8 +177,7 @@ def calibrate(
     # CUDA graphs of both layouts as far as the policy that uses costs needs them, whatever the config's own would do.
     fixed = ["engine.policy.kind=predictive", "engine.policy.costs=null", "engine.policy.threshold_source=given"]
     setup = _setup(config, [*(overrides or []), *fixed], ranks, max(grid.batches), weights, out)
-    with Engines(setup, ["moebius"], out / "logs", typer.echo) as engines:
-        costs, notes = calibrate_fleet(engines, grid)
+    costs, notes = calibrate_all(setup, grid, out / "logs", typer.echo)
     path = out / "costs.json"
     costs.save(path)
     draw_costs(costs, path.with_suffix(".png"))

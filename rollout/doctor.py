@@ -191,6 +191,41 @@ def check_moe_configs() -> Check:
     return Check(name, True, f"{tuned} beside vLLM's own, in {folder}")
 
 
+# In a process of its own: importing deep_ep may end with an assertion, or worse.
+_ALL2ALL_PROBE = """
+from moebius.engine import all2all
+found = all2all.look()
+print("ALL2ALL", found.deep_ep or "", all2all.nccl_words(found.nccl), sep="|", end="|")
+print(*(all2all.refusal(name, found) or "" for name in ("deepep_v2", "deepep_low_latency")), sep="|")
+"""
+
+
+def check_all2all(timeout_s: float = PATCH_TIMEOUT_S) -> Check:
+    """What EP's tokens can travel with. Without deep_ep nothing is wrong: vLLM's all-gather always works."""
+    name, always = "all-to-all", "allgather_reducescatter"
+    if is_cpu_build():
+        return Check(name, True, f"{always}; deep_ep is for GPUs")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ALL2ALL_PROBE], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check(
+            name, False, f"deep_ep did not load within {timeout_s:.0f} s", "run it again when the disk is warm"
+        )
+    told = re.search(r"^ALL2ALL\|(.*)\|(.*)\|(.*)\|(.*)$", done.stdout, re.MULTILINE)
+    if told is None:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Check(name, False, f"loading deep_ep failed: {last}", "see docs/deepep.md, or uninstall deep_ep")
+    version, nccl, *refusals = told.groups()
+    if not version:
+        return Check(name, True, f"{always}; deep_ep is not installed", "docs/deepep.md says when it pays")
+    usable = [backend for backend, no in zip(("deepep_v2", "deepep_low_latency"), refusals, strict=True) if not no]
+    if not usable:
+        return Check(name, False, f"{always}; deep_ep {version} is installed, but {refusals[0]}", "see docs/deepep.md")
+    return Check(name, True, f"{', '.join([always, *usable])}; deep_ep {version}, NCCL {nccl}")
+
+
 # In a process of its own: loads verl as a job does, and if it did not take our plug-in, tries to find out why.
 _VERL_PROBE = """
 import verl
@@ -261,6 +296,7 @@ CHECKS: list[Callable[[], Check]] = [
     check_leftovers,
     check_multicast,
     check_moe_configs,
+    check_all2all,
     check_verl,
 ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -45,6 +46,38 @@ class QueueFull(MoebiusError):
 
 class IncompleteStep(MoebiusError):
     """A step ended without every sample it was asked for."""
+
+
+class CallersError(Exception):
+    """On its way through our own handlers: `error` came from a function or stream that the caller has given.
+
+    Whatever its type, it says nothing about ranks. `callers` makes it; who was given the function unwraps it.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def callers() -> Iterator[None]:
+    """Around a call of what the caller has given."""
+    try:
+        yield
+    except Exception as error:
+        raise CallersError(error) from error
+
+
+@contextmanager
+def as_the_caller_raised() -> Iterator[None]:
+    """Raises the error within a CallersError, as if nothing had been in between."""
+    found: BaseException | None = None
+    try:
+        yield
+    except CallersError as error:
+        found = error.error
+    if found is not None:
+        raise found
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:

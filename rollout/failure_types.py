@@ -37,6 +37,15 @@ class FailureSettings(BaseModel):
     )
 
 
+def pause_s(failed: int) -> float:
+    """Seconds to wait before ranks are started again, after so many starts in a row that failed: 0, 1, 2, 4 ... 30.
+
+    What keeps ranks from starting is mostly something that passes: memory of dead processes that is not free yet, a
+    node that is coming back, a file system that does not answer.
+    """
+    return min(30.0, 2.0 ** (failed - 1)) if failed else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """The ranks were lost and started again."""

@@ -51,7 +51,8 @@ class GroupLife:
         self._serial = 0  # of run_step calls: tells ranks which one an abort is for
         self._running: int | None = None  # serial of the running step
         self._running_step = 0  # its number
-        self._update_s: float | None = None
+        self._update_s: float | None = None  # of an update that no report has told of yet
+        self._update_ended_at: float | None = None  # Unix seconds
         self._asleep: set[MemoryTag] = set()
         self.startup: list[RankStart] = []  # how each rank started, the last time
         self._unreported_start: list[RankStart] | None = None
@@ -143,7 +144,9 @@ class GroupLife:
             ranks, info = Ranks.start(self.config, self.device)
         except RankError as error:
             self._problem = f"the group could not start: {error}"
-            if isinstance(error.cause, ValueError):
+            # Of settings that have started ranks before, it is no proof that they are wrong: vLLM says ValueError, too,
+            # where memory is not free yet.
+            if isinstance(error.cause, ValueError) and not self.startup:
                 raise BadInput(str(error)) from error
             raise
         except MoebiusError as error:

@@ -268,12 +268,13 @@ class GroupSteps(GroupRecovery):
             device=self.device,
             prompt_tokens=[len(ids) for ids in prompt_ids],
             update_weights_s=self._update_s,
+            update_ended_at=self._update_ended_at,
             startup=self._unreported_start,
             costs=self.costs,
             costs_from=self.costs_from,
             losses=losses,
         )
-        self._update_s = self._unreported_start = None
+        self._update_s = self._update_ended_at = self._unreported_start = None
         self._next_step = step + 1
         self._restarts = 0
 
@@ -333,13 +334,20 @@ class GroupSteps(GroupRecovery):
             raise BadInput(f"step: expected an int of at least 0, got {step!r}")
         return step
 
-    def interrupt(self, ranks: Ranks, refs: dict[Any, int], what: str) -> None:
-        """The caller broke off (Ctrl-C, an error in on_progress): end the step so that the group can go on."""
+    def interrupt(self, ranks: Ranks, refs: dict[Any, int], what: str, why: BaseException) -> list[StepOutcome]:
+        """The caller broke off (Ctrl-C, an error in on_progress): end the step so that the group can go on.
+
+        Returns what the ranks did; nothing if they are lost.
+        """
         self.abort()
         try:
-            ranks.gather(refs, what=f"the abort of {what}", timeout_s=ABORT_S)
+            return ranks.gather(refs, what=f"the abort of {what}", timeout_s=ABORT_S)
         except (RankDied, RankError) as error:
-            self._lose(ranks, str(error))
+            if isinstance(why, KeyboardInterrupt):  # who wants to leave does not wait for a start
+                self._lose(ranks, str(error))
+            else:
+                _log.warning("%s", self.after_loss(ranks, error, f"the abort of {what}"))
+            return []
 
 
 def _full_key(key: Sequence[int], step: int) -> SampleKey:

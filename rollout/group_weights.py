@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,15 @@ from typing import Any
 import ray
 
 from moebius.engine.types import UpdateStats
-from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
+from moebius.rollout.errors import (
+    BadInput,
+    CallersError,
+    GroupNotReady,
+    MoebiusError,
+    RankDied,
+    as_the_caller_raised,
+    callers,
+)
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.recovery import GroupRecovery
 from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, NamedTensors, Transport, packed
@@ -19,6 +28,7 @@ from moebius.rollout.worker import UpdateMode
 
 UPDATE_CALL_S = 600.0  # for one bucket of weights
 PULL_S = 3600.0  # for an update that the ranks fetch themselves
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +93,15 @@ class GroupWeights(GroupRecovery):
             GroupNotReady, RankDied, MoebiusError: as in `generate`.
         """
 
-        def send(ranks: Ranks, mode: UpdateMode, keep: str | None) -> list[UpdateStats]:
-            return self._send(ranks, packed(named_tensors, bucket_bytes, transport), version, mode, keep)
-
         if bucket_bytes < 1:
             raise BadInput(f"update_weights: bucket_bytes must be at least 1, got {bucket_bytes}")
-        return self._update("update_weights", version, mode, transport, send)
+        buckets = packed(_as_given(named_tensors), bucket_bytes, transport)
+
+        def send(ranks: Ranks, mode: UpdateMode, keep: str | None) -> list[UpdateStats]:
+            return self._send(ranks, buckets, version, mode, keep)
+
+        with as_the_caller_raised():
+            return self._update("update_weights", version, mode, transport, send)
 
     def pull_update(
         self,
@@ -160,7 +173,9 @@ class GroupWeights(GroupRecovery):
         with self._exclusively("drop_update"):
             session, self._session = self._session, None
             if session is not None and session.ranks is self._ranks:
-                self._give_up(session, MoebiusError("it was given up"))
+                told = self._give_up(session, MoebiusError("it was given up"))
+                if not self.running:
+                    raise told
 
     def on_ranks(self, source: str, args: Sequence[tuple[Any, ...]], *, timeout_s: float = UPDATE_CALL_S) -> list[Any]:
         """Call the function at "module:function" in every rank's process, on the thread of its engine, with `args[r]`.
@@ -234,7 +249,7 @@ class GroupWeights(GroupRecovery):
         self._updated = True
         self.policy_version = session.version
         self._keep_only(session.keep)
-        self._update_s = time.perf_counter() - session.started
+        self._update_s, self._update_ended_at = time.perf_counter() - session.started, time.time()
         nbytes = max(rank.nbytes for rank in stats)
         self.last_update = UpdateReport(session.version, session.mode, transport, nbytes, self._update_s)
         return self.last_update
@@ -247,10 +262,10 @@ class GroupWeights(GroupRecovery):
         except BaseException as error:
             self._session = None
             told = self._give_up(session, error)
-            if isinstance(error, RankError) and error.by_all and isinstance(error.cause, ValueError):
-                raise BadInput(f"update to version {session.version}: {error.cause}") from error
             if told is not error:
                 raise told from error
+            if isinstance(error, RankError) and error.by_all and isinstance(error.cause, ValueError):
+                raise BadInput(f"update to version {session.version}: {error.cause}") from error
             raise
 
     def _give_up(self, session: _Session, error: BaseException) -> BaseException:
@@ -258,16 +273,20 @@ class GroupWeights(GroupRecovery):
         if isinstance(error, RankDied) or (isinstance(error, RankError) and not error.by_all):
             return self.after_loss(session.ranks, error, f"the update to version {session.version}")
         if session.mode == "in_place":
+            cause = error.error if isinstance(error, CallersError) else error
             self._problem = (
-                f"the weight update to policy version {session.version} failed ({type(error).__name__}: {error}); "
+                f"the weight update to policy version {session.version} failed ({type(cause).__name__}: {cause}); "
                 "send a full update"
             )
             return error
+        what = "giving an update up"
         try:
-            session.ranks.call("drop_update", what="giving an update up", timeout_s=UPDATE_CALL_S)
+            session.ranks.call("drop_update", what=what, timeout_s=UPDATE_CALL_S)
         except (RankDied, RankError) as lost:
-            self._lose(session.ranks, str(lost))
-            return error
+            told = self.after_loss(session.ranks, lost, what)
+            _log.warning("%s", told)
+            # The update's own error says more, unless the group is no more.
+            return error if self.running else told
         self._problem = session.problem_before
         return error
 
@@ -288,3 +307,15 @@ class GroupWeights(GroupRecovery):
             # After a failure too: a bucket that is still loading must not run into the next update.
             if loading:
                 ray.wait(list(loading), num_returns=len(loading), timeout=UPDATE_CALL_S)
+
+
+def _as_given(named_tensors: NamedTensors) -> Iterator[Any]:
+    """The pairs; an error of the caller's stream is told from one of the ranks."""
+    pairs = iter(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    while True:
+        with callers():
+            try:
+                pair = next(pairs)
+            except StopIteration:
+                return
+        yield pair

@@ -12,8 +12,8 @@ from typing import Any
 from moebius.engine.types import SampleKey, SamplePiece
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
-from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
-from moebius.rollout.step_ranks import Look, StepOnRanks
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, as_the_caller_raised, callers
+from moebius.rollout.step_ranks import Look, StepOnRanks, parked_on
 from moebius.rollout.stream import OnProgress
 from moebius.rollout.suspicion import Suspicion
 from moebius.rollout.types import Rollout, Sample, Sampling
@@ -221,9 +221,11 @@ class OpenStep(StepOnRanks):
                 mine = [p for p in progress if p.serial == self._serial]
                 tokens = max(tokens, sum(p.tokens for p in mine))
                 live = mine[0] if mine else Progress()
-                on_progress(samples - len(self.keys()), samples, tokens, live.live, live.layout)
+                with callers():
+                    on_progress(samples - len(self.keys()), samples, tokens, live.live, live.layout)
 
-        self._end("close_step", look)
+        with as_the_caller_raised():
+            self._end("close_step", look)
         if on_progress:
             tokens = sum(len(sample.token_ids) for group in self._prompts for sample in group.samples.values())
             on_progress(samples, samples, tokens, 0, self._layout)
@@ -239,11 +241,15 @@ class OpenStep(StepOnRanks):
             self._account(look)
         except MoebiusError:
             raise
-        except BaseException:  # the caller broke off: end the step so that the group can go on
+        except BaseException as error:  # the caller broke off: end the step so that the group can go on
             if not self._released:
                 self._suspicion = Suspicion()  # nothing is held back any more
                 self._tell_end()
-                self._group.interrupt(self._ranks, self._refs, f"step {self.step}")
+                outcomes = self._group.interrupt(self._ranks, self._refs, f"step {self.step}", error)
+                # What is to be kept, or was parked by earlier steps, is the next step's: where it is still parked, or
+                # drawn anew.
+                left = [g for g in self._groups.values() if g.missing and (how == "park_step" or g.step != self.step)]
+                self._group.backlog.keep(left, parked_on(outcomes))
             raise
         finally:
             self._release()

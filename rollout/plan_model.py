@@ -115,7 +115,7 @@ class Factors:
 
 
 # `fit` of docs/benchmarks/sweep_30b_x2.json; a test repeats it.
-H200 = Factors(1.0531, 1.0, 10.489, 87.096, 64.562, "sweep_30b_x2.json: Qwen3-30B-A3B's shape on two H200s", 0.0297)
+H200 = Factors(1.0394, 2.4039, 0.24595, 88.498, 70.097, "sweep_30b_x2.json: Qwen3-30B-A3B's shape on two H200s", 0.0295)
 
 
 def work(model: PlanModel, gpu: Gpu, ranks: int, layout: Layout, batch: float, context: float) -> Work:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
-from moebius.rollout.failure_types import Loss
+from moebius.rollout.failure_types import Loss, pause_s
 from moebius.rollout.group_life import GroupLife
 from moebius.rollout.kept import SOURCE, Keeper
 from moebius.rollout.placement import connect, on_node
@@ -20,6 +20,7 @@ from moebius.rollout.ranks import RankError, Ranks
 
 KEEPER_S = 60.0  # for an answer of the keeper
 RESTORE_S = 3600.0  # for the ranks to read kept weights
+PAUSE_POLL_S = 0.05  # between looks for a shutdown
 
 _log = logging.getLogger(__name__)
 
@@ -104,16 +105,22 @@ class GroupRecovery(GroupLife):
         return _more(error, self._problem or "the ranks were started again")
 
     def _come_back(self, error: MoebiusError) -> None:
-        """New ranks, in as many attempts as are allowed. Raises `error` when those are used up."""
+        """New ranks, in as many attempts as are allowed. Raises `error` when those are used up.
+
+        Whatever keeps ranks from starting is tried again, after a pause: the same settings have started ranks before.
+        Final are what this process finds wrong before it asks for ranks (BadInput), and errors of `on_restart`.
+        """
         most = self.config.failures.max_restarts
+        failed, last = 0, ""
         while True:
+            if self._restarts < most:
+                self._pause(pause_s(failed))
             if self._shut_down:
                 raise GroupNotReady(self._problem or "the group was shut down") from error
             if self._restarts >= most:
                 self.gave_up = True
-                raise _more(
-                    error, f"{most} restarts without a step that ended well (failures.max_restarts); call restart()"
-                ) from error
+                words = f"{most} restarts without a step that ended well (failures.max_restarts){last}; call restart()"
+                raise _more(error, words) from error
             self._restarts += 1
             try:
                 self._start_again()
@@ -123,7 +130,14 @@ class GroupRecovery(GroupLife):
             except MoebiusError as failure:
                 if self._ranks is not None:
                     raise  # they did start: it is an error of `on_restart`
+                failed, last = failed + 1, f", the last start failed: {_first_line(failure)}"
                 _log.warning("new ranks did not start, attempt %d of %d: %s", self._restarts, most, failure)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait; a shutdown from another thread ends it."""
+        until = time.monotonic() + seconds
+        while not self._shut_down and time.monotonic() < until:
+            time.sleep(PAUSE_POLL_S)
 
     def _start_again(self) -> None:
         connect(self.config)
@@ -215,6 +229,10 @@ class GroupRecovery(GroupLife):
         if keeper is not None and ray.is_initialized():
             ray.wait([keeper.close.remote()], timeout=KEEPER_S)
             ray.kill(keeper, no_restart=True)
+
+
+def _first_line(error: MoebiusError) -> str:
+    return str(error).splitlines()[0].partition("; its log is ")[0]
 
 
 def _more(error: MoebiusError, words: str) -> MoebiusError:

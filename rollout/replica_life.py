@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from moebius.engine.costs import CostModel
 from moebius.engine.types import MemoryTag
@@ -16,59 +16,21 @@ from moebius.rollout.backlog import Backlog
 from moebius.rollout.checkpoint import check_model
 from moebius.rollout.config import Place, RolloutConfig
 from moebius.rollout.errors import GroupNotReady, MoebiusError
+from moebius.rollout.failure_types import pause_s
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.replica_homes import Homes
+from moebius.rollout.replica_member import Member, Room
 from moebius.rollout.replica_task import Task
 from moebius.rollout.report import StepReport
 from moebius.rollout.report_startup import RankStart
 
 A = TypeVar("A")
 B = TypeVar("B")
+POLL_S = 0.02
+ENDING_S = 60.0  # for calls on all replicas to end that the caller broke off
 MakeGroup = Callable[[RolloutConfig], RolloutGroup]
 _log = logging.getLogger(__name__)
-
-
-class Room(Protocol):
-    """What `Homes` offers."""
-
-    def place(self, replica: int) -> Place:
-        """Where a replica runs."""
-
-    def close(self) -> None:
-        """Give it back."""
-
-
-@dataclass(eq=False)
-class Member:
-    """One replica."""
-
-    index: int
-    group: RolloutGroup
-    node: str
-    restarts: int = 0  # in a row without a step that ended well
-    update: int = 0  # number of the last weight update that its ranks hold; -1: they lack weights
-    stale: bool = False  # they hold other weights than the others'
-    problem: str | None = None  # why it could not be started again
-    reviving: threading.Thread | None = None
-
-    @property
-    def in_service(self) -> bool:
-        """Whether it takes prompts."""
-        return self.reviving is None and self.problem is None and not self.stale and self.group.running
-
-    @property
-    def why_not(self) -> str:
-        """Why it is out of service."""
-        if self.reviving is not None:
-            return "it is being started again"
-        if self.problem is not None:
-            return self.problem
-        if not self.group.running:
-            return "its ranks are lost"
-        if not self.stale and self.group.problem is not None:
-            return self.group.problem
-        return "it was started again and waits for a weight update"
 
 
 class ReplicaLife:
@@ -94,7 +56,11 @@ class ReplicaLife:
         self._comparing = threading.Lock()
         self._next_step = 0
         self._update_s: float | None = None
+        self._update_ended_at: float | None = None
         self._asleep: set[MemoryTag] = set()
+        self._asleep_keeps = False  # weights that are asleep have a copy in host memory
+        self._memory_lock = threading.Lock()  # what is asleep, and a replica that comes back meanwhile
+        self._no_more = threading.Event()  # attempts to start lost replicas
         connect(config)
         self.device = resolve_device(config)
         self._make_homes = homes
@@ -222,6 +188,7 @@ class ReplicaLife:
         """A replica cannot go on: start it again while the others do, if it may."""
         _log.warning("replica %d is lost: %s", member.index, error)
         self.losses += 1
+        member.life += 1
         # What it had parked is drawn anew by whoever has room, with the same seeds.
         self.backlog.keep(member.group.backlog.take(), {})
         if self._closed or member.reviving is not None:
@@ -230,19 +197,36 @@ class ReplicaLife:
         if settings.on_failure == "raise" or member.restarts >= settings.max_restarts:
             member.problem = str(error).splitlines()[0]
             return
-        member.restarts += 1
+        member.resting.clear()
         member.reviving = threading.Thread(target=self._revive, args=(member,), daemon=True)
         member.reviving.start()
 
     def _revive(self, member: Member) -> None:
+        """Start a lost replica, with a pause after each attempt that fails, as often as is allowed.
+
+        No error is final before that: the same settings have started it before, and the others do not wait for it.
+        """
+        most, failed = self.config.failures.max_restarts, 0
         try:
-            self._bring_up(member)
-            _log.warning("replica %d was started again", member.index)
+            while not self._no_more.wait(pause_s(failed)):
+                member.resting.clear()
+                member.restarts += 1
+                try:
+                    self._bring_up(member)
+                    _log.warning("replica %d was started again", member.index)
+                    return
+                except MoebiusError as error:
+                    failed, member.problem = failed + 1, f"it could not be started again: {error}"
+                    _log.error("replica %d, attempt %d of %d: %s", member.index, member.restarts, most, member.problem)
+                    if member.restarts >= most:
+                        return
+                member.resting.set()
         except Exception as error:  # noqa: BLE001  (told to whoever asks why it is out of service)
             member.problem = f"it could not be started again: {error}"
-            _log.error("replica %d: %s", member.index, member.problem)
+            _log.exception("replica %d could not be started again", member.index)
         finally:
             member.reviving = None
+            member.resting.set()
 
     def _bring_up(self, member: Member) -> None:
         """New ranks for a replica, on another node if its own is gone."""
@@ -259,9 +243,10 @@ class ReplicaLife:
             member.group.shutdown()
             return
         self._compare()
-        member.problem = None
-        if self._asleep:  # the others have given this memory to somebody
-            member.group.sleep(self._asleep)
+        with self._memory_lock:
+            if self._asleep:  # the others have given this memory to somebody
+                member.group.sleep(self._asleep, self._asleep_keeps)
+            member.problem = None
 
     def _compare(self) -> None:
         """See which replicas hold the weights of the last update."""
@@ -276,10 +261,15 @@ class ReplicaLife:
                 self.lose(member, GroupNotReady(member.group.problem or "its ranks are lost"))
 
     def _await_revivals(self) -> None:
+        """Until no replica is being started; one whose start has failed may yet be tried again, after a pause."""
         for member in self._members:
-            thread = member.reviving
-            if thread is not None:
-                thread.join()
+            if member.reviving is not None:
+                member.resting.wait()
+
+    def _await_any(self, useful: Callable[[Member], bool]) -> None:
+        """Until a replica is `useful`, if one that is lost may yet come back."""
+        while any(m.reviving is not None for m in self._members) and not any(useful(m) for m in self._members):
+            time.sleep(POLL_S)
 
     def ready(self) -> list[Member]:
         """Replicas that take prompts."""
@@ -304,8 +294,7 @@ class ReplicaLife:
         if self._closed:
             raise GroupNotReady("the replicas were shut down; restart() them or make new ones")
         self._revive_lost()
-        if not self.in_service:
-            self._await_revivals()
+        self._await_any(lambda member: member.in_service)
         self._compare()
         found = [member for member in self._members if member.in_service]
         if not found:
@@ -320,16 +309,26 @@ class ReplicaLife:
                 self._take_homes()
                 self._closed = False
                 atexit.register(self.shutdown)
-            self._await_revivals()
+            self._end_revivals()
             down = [m for m in self._members if not m.group.running or m.problem] or self._members
             for member in down:
                 self.backlog.keep(member.group.backlog.take(), {})
+                member.life += 1
             for member, error in zip(down, self.in_parallel(down, self._restarted), strict=True):
                 if error is not None:
                     member.problem = f"it could not be started again: {error}"
                     raise error
                 member.restarts = 0
             self.startup = self._unreported_start = self._starts()
+
+    def _end_revivals(self) -> None:
+        """No attempts after those under way: the caller wants it now."""
+        self._no_more.set()
+        for member in self._members:
+            thread = member.reviving
+            if thread is not None:
+                thread.join()
+        self._no_more.clear()
 
     def _restarted(self, member: Member) -> MoebiusError | None:
         try:
@@ -341,6 +340,7 @@ class ReplicaLife:
     def shutdown(self) -> None:
         """End all ranks and free what they held. May be called again, and from another thread during a step."""
         self._closed = True
+        self._no_more.set()
         atexit.unregister(self.shutdown)
         for member in self._members:
             member.group.shutdown()
@@ -352,8 +352,13 @@ class ReplicaLife:
     def in_parallel(self, items: Iterable[A], call: Callable[[A], B]) -> list[B]:
         """`call` of each at the same time; answers in order. All have ended when this returns or raises."""
         tasks = [Task(lambda item=item: call(item)) for item in items]  # type: ignore[misc]
-        for task in tasks:
-            task.join()
+        try:
+            for task in tasks:
+                task.join()
+        except BaseException:  # Ctrl-C: what was begun must not run into the next call
+            for task in tasks:
+                task.join(ENDING_S)
+            raise
         return [task.result() for task in tasks]
 
     @contextmanager

@@ -182,9 +182,10 @@ class ReplicaSteps(ReplicaLife):
                     ranks=self.config.ranks,
                     replicas=self.config.replicas,
                     update_weights_s=self._update_s,
+                    update_ended_at=self._update_ended_at,
                     startup=self._unreported_start,
                 )
-                self._update_s = self._unreported_start = None
+                self._update_s = self._update_ended_at = self._unreported_start = None
                 self._next_step = step + 1
         finally:
             self._one_call.release()

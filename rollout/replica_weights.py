@@ -15,7 +15,8 @@ from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
 from moebius.rollout.group_life import MEMORY_TAGS
 from moebius.rollout.group_memory import MemoryReport
 from moebius.rollout.group_weights import PULL_S, UPDATE_CALL_S, UpdateReport
-from moebius.rollout.replica_life import Member, ReplicaLife
+from moebius.rollout.replica_life import ReplicaLife
+from moebius.rollout.replica_member import Member
 from moebius.rollout.replica_task import Task
 from moebius.rollout.transports import stored
 from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, NamedTensors, Transport, packed
@@ -32,7 +33,8 @@ class ReplicaWeights(ReplicaLife):
     """
 
     last_update: UpdateReport | None = None
-    _updating: tuple[list[Member], float, str] | None = None  # between `begin_update` and `commit_update`
+    # Between `begin_update` and `commit_update`: who takes part, in which life, and when it began.
+    _updating: tuple[list[tuple[Member, int]], float] | None = None
     _loading: Sequence[Task] = ()  # of the last bucket
     _begun = 0  # updates
 
@@ -126,22 +128,28 @@ class ReplicaWeights(ReplicaLife):
         """As `RolloutGroup.sleep`."""
         asked: tuple[Any, ...] = (tags,) if isinstance(tags, str) else tuple(tags)
         with self._exclusively("sleep"):
-            report = self._memory(lambda member: member.group.sleep(asked, keep_weights))
-            self._asleep |= set(asked)
+            self._reachable()  # waits for replicas that are being started
+            with self._memory_lock:  # one that comes back meanwhile sleeps, too, when the others do
+                report = self._memory(lambda member: member.group.sleep(asked, keep_weights))
+                if "weights" in set(asked) - self._asleep:
+                    self._asleep_keeps = keep_weights
+                self._asleep |= set(asked)
             return report
 
     def wake_up(self, tags: Iterable[MemoryTag] | None = None) -> MemoryReport:
         """As `RolloutGroup.wake_up`."""
         asked: Any = MEMORY_TAGS if tags is None else (tags,) if isinstance(tags, str) else tuple(tags)
         with self._exclusively("wake_up"):
-            report = self._memory(lambda member: member.group.wake_up(asked))
-            self._asleep -= set(asked)
+            self._reachable()
+            with self._memory_lock:
+                report = self._memory(lambda member: member.group.wake_up(asked))
+                self._asleep -= set(asked)
             return report
 
     def _memory(self, call: Callable[[Member], MemoryReport]) -> MemoryReport:
         started = time.perf_counter()
         changes = []
-        for index, report in self._all(self._reachable(), call).items():
+        for index, report in self._all(self._with_ranks(), call).items():
             changes += [replace(rank, rank=index * self.config.ranks + rank.rank) for rank in report.ranks]
         return MemoryReport(changes, time.perf_counter() - started)
 
@@ -163,7 +171,11 @@ class ReplicaWeights(ReplicaLife):
             raise GroupNotReady("the replicas were shut down; restart() them or make new ones")
         self._revive_lost()
         self._await_revivals()
-        found = [member for member in self._members if member.group.running]
+        self._await_any(_has_ranks)
+        return self._with_ranks()
+
+    def _with_ranks(self) -> list[Member]:
+        found = [member for member in self._members if _has_ranks(member)]
         if not found:
             words = "; ".join(f"replica {member.index}: {member.why_not}" for member in self._members)
             raise GroupNotReady(f"no replica has ranks: {words}; restart() them")
@@ -179,20 +191,26 @@ class ReplicaWeights(ReplicaLife):
         members, started = self._reachable(), time.perf_counter()
         self._loading = []
         self._begun += 1
-        self._updating = (members, started, "")
+        self._updating = ([(member, member.life) for member in members], started)
         self._while_open(lambda member: member.group.begin_update(version, mode=mode))
 
     def _while_open(self, call: Callable[[Member], Any]) -> dict[int, Any]:
-        """`call` of each replica that takes part; the update is over if that fails for one that is not lost."""
+        """`call` of each replica that takes part; the update is over if that fails for one that is not lost.
+
+        One that was lost since the update began is out of it, also when it is back by now.
+        """
         if self._updating is None:
             raise GroupNotReady("no weight update is open: call begin_update first")
-        members, started, name = self._updating
+        members, started = _still_there(self._updating[0]), self._updating[1]
+        if not members:
+            self._updating = None
+            raise GroupNotReady("the replicas that took part in this weight update are all lost: send it again")
         try:
             found = self._all(members, call)
         except BaseException:
             self._give_up()
             raise
-        self._updating = ([member for member in members if member.index in found], started, name)
+        self._updating = ([(member, member.life) for member in members if member.index in found], started)
         return found
 
     def _pull(self, source: str, args: Sequence[OneArgs], timeout_s: float) -> None:
@@ -223,15 +241,15 @@ class ReplicaWeights(ReplicaLife):
 
         found: dict[int, UpdateReport] = self._while_open(commit)
         assert self._updating is not None
-        members, started, _ = self._updating
+        members, started = self._updating
         self._updating = None
         first = next(iter(found.values()))
-        for member in members:
+        for member, _ in members:
             member.problem = None
         self._update = self._begun
         self._compare()  # one that was lost meanwhile may be back already, with older weights
         self.policy_version = first.version
-        self._update_s = time.perf_counter() - started
+        self._update_s, self._update_ended_at = time.perf_counter() - started, time.time()
         nbytes = max(report.nbytes for report in found.values())
         self.last_update = UpdateReport(first.version, first.mode, transport, nbytes, self._update_s)
         return self.last_update
@@ -243,8 +261,17 @@ class ReplicaWeights(ReplicaLife):
                 task.join()  # it must not run into the next update
         if updating is None:
             return
-        for member in updating[0]:
+        for member in _still_there(updating[0]):
             try:
                 member.group.drop_update()
             except MoebiusError as error:
                 self.lose(member, error)
+
+
+def _has_ranks(member: Member) -> bool:
+    return member.group.running and member.reviving is None
+
+
+def _still_there(members: Sequence[tuple[Member, int]]) -> list[Member]:
+    """Those that have not been lost since, or started again on demand."""
+    return [member for member, life in members if member.life == life and member.reviving is None]

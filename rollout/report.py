@@ -44,6 +44,7 @@ def build_report(
     device: str,
     prompt_tokens: Mapping[int, int] | Sequence[int],
     update_weights_s: float | None = None,
+    update_ended_at: float | None = None,
     startup: Sequence[RankStart] | None = None,
     costs: CostModel | None = None,
     costs_from: str = "",
@@ -73,13 +74,15 @@ def build_report(
     # Samples of earlier steps bring tokens of those; parked ones keep theirs.
     whole = not losses and not any(s.resumed or s.parked for s in stats)
     sampled = output_tokens if whole else sum(iteration.tokens for iteration in iterations)
+    now = (created or datetime.now(UTC)).astimezone(UTC)
     report = StepReport(
         step=step,
         policy_version=policy_version,
         model=model,
         ranks=len(stats),
         device=device,
-        created=(created or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="seconds"),
+        created=now.isoformat(timespec="seconds"),
+        began_at=max(0.0, round(now.timestamp() - durations.total, 6)),
         versions=dict(installed_versions() if versions is None else versions),
         counts=Counts(
             prompts=len({sample.prompt for sample in samples}),
@@ -116,6 +119,7 @@ def build_report(
         tokens_per_s=sampled / durations.total if durations.total > 0 else 0.0,
         iteration_ms=percentiles(iterations),
         update_weights_s=update_weights_s,
+        update_ended_at=update_ended_at,
         return_reshard_ms=max(s.return_reshard_ms for s in stats),
         drafts=drafts_entry(stats[0].drafts, results, durations.tail),
         startup=None if startup is None else list(startup),

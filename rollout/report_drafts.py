@@ -24,9 +24,15 @@ class DraftsEntry(BaseModel):
     tokens: int = Field(ge=0, description="Tokens sampled in TP.")
     tokens_per_iteration: float = Field(ge=0, description="Of one sample in an iteration in TP; 1 without drafts.")
     plain_s: float | None = Field(
-        None, ge=0, description="By costs, seconds in TP without drafts for the same tokens; null: no costs."
+        None,
+        ge=0,
+        description="Seconds in TP without drafts for the same tokens: by costs, on the scale of iterations without "
+        "drafts; null: none was timed.",
     )
-    saved_s: float | None = Field(None, description="plain_s less the tail's seconds; null: no costs.")
+    saved_s: float | None = Field(None, description="plain_s less the tail's seconds; null: no plain_s.")
+    ahead: int = Field(0, ge=0, description="Iterations scheduled ahead, as they are without drafts.")
+    changes: int = Field(0, ge=0, description="Times that TP went from there to drafting, or back.")
+    problem: str | None = Field(None, description="Why there are no drafts any more; null: nothing has failed.")
     drafted_by_sample: list[int] | None = Field(
         None, description="Drafted tokens verified for each sample, in the order of samples; null: several replicas."
     )
@@ -48,6 +54,9 @@ def drafts_entry(stats: DraftStats | None, results: Sequence[SampleResult], tail
         tokens_per_iteration=stats.tokens / stats.rows if stats.rows else 0.0,
         plain_s=stats.plain_s,
         saved_s=None if stats.plain_s is None else stats.plain_s - tail_s,
+        ahead=stats.ahead,
+        changes=stats.changes,
+        problem=stats.problem,
         drafted_by_sample=[result.drafted for result in results],
         accepted_by_sample=[result.accepted for result in results],
     )
@@ -67,11 +76,16 @@ def merged_drafts(entries: Sequence[DraftsEntry]) -> DraftsEntry | None:
         with_drafts=sum(entry.with_drafts for entry in entries),
         tokens=sum(entry.tokens for entry in entries),
         tokens_per_iteration=sum(entry.tokens for entry in entries) / sum(rows) if rows else 0.0,
+        ahead=sum(entry.ahead for entry in entries),
+        changes=sum(entry.changes for entry in entries),
+        problem=next((entry.problem for entry in entries if entry.problem), None),
     )
 
 
 def drafts_words(entry: DraftsEntry) -> str:
     """One line about a step's drafts."""
+    if entry.problem:
+        return f"drafts ({entry.mode}): {entry.problem}"
     if not entry.drafted:
         return f"drafts ({entry.mode}): none verified in {entry.iterations:,} iterations of the tail"
     rates = ", ".join(
@@ -79,9 +93,10 @@ def drafts_words(entry: DraftsEntry) -> str:
     )
     line = (
         f"drafts ({entry.mode}): {entry.tokens_per_iteration:.2f} tokens per sample and iteration of the tail; "
-        f"{sum(entry.accepted):,} of {entry.drafted:,} drafted tokens right; by position {rates} %"
+        f"{sum(entry.accepted):,} of {entry.drafted:,} drafted tokens right; by position {rates} %; "
+        f"{entry.ahead:,} of {entry.iterations:,} iterations without"
     )
     if entry.saved_s is not None:
         verb = "saved" if entry.saved_s >= 0 else "lost"
-        line += f"; by the costs {abs(entry.saved_s):.2f} s {verb}"
+        line += f"; about {abs(entry.saved_s):.2f} s {verb}"
     return line

@@ -57,6 +57,7 @@ def merge(
     ranks: int,
     replicas: int,
     update_weights_s: float | None = None,
+    update_ended_at: float | None = None,
     startup: Sequence[RankStart] | None = None,
     created: datetime | None = None,
 ) -> StepReport:
@@ -82,13 +83,15 @@ def merge(
         for c in r.cancelled
     ]
     decisions = [d.model_copy(update={"replica": lane.replica}) for lane, r in found for d in r.decisions]
+    now = (created or datetime.now(UTC)).astimezone(UTC)
     return StepReport(
         step=step,
         policy_version=policy_version,
         model=model,
         ranks=ranks * replicas,
         device=device,
-        created=(created or datetime.now(UTC)).astimezone(UTC).isoformat(timespec="seconds"),
+        created=now.isoformat(timespec="seconds"),
+        began_at=max(0.0, round(now.timestamp() - total, 6)),
         versions=installed_versions(),
         counts=Counts(
             prompts=len({sample.prompt for sample in samples}),
@@ -110,6 +113,7 @@ def merge(
         tokens_per_s=sampled / total if total > 0 else 0.0,
         iteration_ms=_slowest([report for _, report in found]),
         update_weights_s=update_weights_s,
+        update_ended_at=update_ended_at,
         return_reshard_ms=max((report.return_reshard_ms for _, report in found), default=0.0),
         startup=None if startup is None else list(startup),
         drafts=merged_drafts([report.drafts for _, report in found if report.drafts is not None]),

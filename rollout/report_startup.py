@@ -58,6 +58,10 @@ class Memory(_Part):
     parameter_bytes: dict[str, HeldBytes] = Field(description="All other parameters and buffers, by kind.")
     workspace_bytes: HeldBytes = Field(description="Scratch memory of the MoE kernels.")
     graph_bytes: HeldBytes = Field(description="CUDA graphs, as vLLM measured at capture.")
+    all2all_bytes: HeldBytes = Field(
+        HeldBytes(ep=0, tp=0, shared=0), description="Buffers of EP's all-to-all, where deep_ep does it."
+    )
+    verify_bytes: int = Field(0, ge=0, description="For the logits of an iteration with drafts.")
     rest_bytes: int = Field(ge=0, description="In use and in none of the above.")
     overhead_ep_bytes: int = Field(ge=0, description="What a static EP engine would not need: TP's own, spare slots.")
     overhead_tp_bytes: int = Field(ge=0, description="What a static TP engine would not need: EP's own, spare slots.")
@@ -65,7 +69,7 @@ class Memory(_Part):
     def account(self) -> MemoryAccount:
         """The same as the engine's type, which makes table rows."""
         values = self.model_dump(exclude={"rest_bytes", "overhead_ep_bytes", "overhead_tp_bytes"})
-        for name in ("workspace_bytes", "graph_bytes"):
+        for name in ("workspace_bytes", "graph_bytes", "all2all_bytes"):
             values[name] = Held(**values[name])
         values["parameter_bytes"] = {kind: Held(**held) for kind, held in values["parameter_bytes"].items()}
         return MemoryAccount(**values)

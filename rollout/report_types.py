@@ -211,6 +211,9 @@ class StepReport(_Part):
     ranks: int = Field(ge=1, description="Ranks of the switch group, or of all replicas together.")
     device: str = Field(description="cpu or cuda.")
     created: str = Field(description="When the report was made, ISO 8601 in UTC.")
+    began_at: float | None = Field(
+        None, ge=0, description="When it began (after a loss: its last start), in Unix seconds; null: not recorded."
+    )
     versions: dict[str, str] = Field(description="Versions of python and, where installed, torch, vllm and ray.")
     counts: Counts = Field(description="Totals.")
     samples: list[SampleEntry] = Field(description="Every sample, by prompt and sample index.")
@@ -228,6 +231,9 @@ class StepReport(_Part):
     iteration_ms: dict[Layout, Percentiles] = Field(description="Iteration durations by layout used.")
     update_weights_s: float | None = Field(
         None, ge=0, description="Seconds of the weight update before this step, null when there was none."
+    )
+    update_ended_at: float | None = Field(
+        None, ge=0, description="When that update ended, in Unix seconds; null: there was none, or not recorded."
     )
     return_reshard_ms: float = Field(
         0.0, ge=0, description="Milliseconds to move experts TP to EP at the start, longest over the ranks."

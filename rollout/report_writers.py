@@ -1,4 +1,4 @@
-"""Figures of step reports for TensorBoard and Weights & Biases, beside the reports themselves."""
+"""Step reports for TensorBoard, Weights & Biases and OpenTelemetry, beside the files."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ class ReportSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    writers: list[Literal["tensorboard", "wandb"]] = Field(
+    writers: list[Literal["tensorboard", "wandb", "otel"]] = Field(
         default_factory=list,
-        description="tensorboard: to the run's folder; wandb: Weights & Biases, by its own settings.",
+        description="tensorboard: to the run's folder; wandb: Weights & Biases, by its own settings; otel: spans of "
+        "OpenTelemetry, to where its environment variables say.",
     )
     project: str = Field("moebius-rollout", description="wandb: project.")
     name: str | None = Field(None, description="wandb: name of the run; None: that of its folder.")
 
 
 class _Writer(Protocol):
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures of a step."""
+    def write(self, report: StepReport, values: Mapping[str, float]) -> None:
+        """A step, and its figures."""
 
     def close(self) -> None:
         """All have been written."""
@@ -44,15 +45,18 @@ class _TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._summary = Summary
-        self._file: Any = EventFileWriter(str(folder / "tensorboard"))
+        try:
+            self._file: Any = EventFileWriter(str(folder / "tensorboard"))
+        except OSError as error:
+            raise BadInput(f"report.writers: tensorboard cannot write to {folder / 'tensorboard'}: {error}") from error
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, report: StepReport, values: Mapping[str, float]) -> None:
         import time
 
         from tensorboard.compat.proto.event_pb2 import Event
 
         found = [self._summary.Value(tag=f"rollout/{name}", simple_value=value) for name, value in values.items()]
-        self._file.add_event(Event(wall_time=time.time(), step=step, summary=self._summary(value=found)))
+        self._file.add_event(Event(wall_time=time.time(), step=report.step, summary=self._summary(value=found)))
         self._file.flush()
 
     def close(self) -> None:
@@ -65,18 +69,36 @@ class _Wandb:
 
         # A job that goes on continues its run.
         identity = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:16]
-        self._run: Any = wandb.init(
-            project=settings.project, name=settings.name or folder.name, id=identity, resume="allow", dir=str(folder)
-        )
+        name = settings.name or folder.name
+        try:
+            self._run: Any = wandb.init(
+                project=settings.project, name=name, id=identity, resume="allow", dir=str(folder)
+            )
+        except (wandb.errors.Error, OSError, ValueError) as error:  # ValueError: of its settings, by pydantic
+            raise BadInput(
+                f"report.writers: wandb could not begin run {name!r} of project {settings.project!r} "
+                f"({type(error).__name__}: {' '.join(str(error).split())}): log in with `wandb login`, or set "
+                "WANDB_MODE=offline"
+            ) from error
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({f"rollout/{name}": value for name, value in values.items()}, step=step)
+    def write(self, report: StepReport, values: Mapping[str, float]) -> None:
+        self._run.log({f"rollout/{name}": value for name, value in values.items()}, step=report.step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-_MAKERS: dict[str, Callable[[ReportSettings, Path], _Writer]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+def _otel(settings: ReportSettings, folder: Path) -> _Writer:
+    from moebius.rollout.report_spans import SpanWriter
+
+    return SpanWriter(settings.project, settings.name or folder.name)
+
+
+_MAKERS: dict[str, Callable[[ReportSettings, Path], _Writer]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "otel": _otel,
+}
 
 
 class Writers:
@@ -89,7 +111,7 @@ class Writers:
         """Figures of a report, and `more` of which those that are None are left out."""
         values = figures(report) | {name: value for name, value in (more or {}).items() if value is not None}
         for writer in self._writers:
-            writer.write(report.step, values)
+            writer.write(report, values)
 
     def __enter__(self) -> Writers:
         return self
@@ -100,13 +122,20 @@ class Writers:
 
 
 def open_writers(settings: ReportSettings, folder: Path) -> Writers:
-    """The writers of a run in `folder`. Raises BadInput for one whose package is missing."""
-    made = []
-    for name in dict.fromkeys(settings.writers):
-        try:
-            made.append(_MAKERS[name](settings, folder))
-        except ImportError as error:
-            raise BadInput(f"report.writers: {name} is not installed ({error}): pip install -e '.[{name}]'") from error
+    """The writers of a run in `folder`. Raises BadInput for one whose package is missing, or that cannot begin."""
+    made: list[_Writer] = []
+    try:
+        for name in dict.fromkeys(settings.writers):
+            try:
+                made.append(_MAKERS[name](settings, folder))
+            except ImportError as error:
+                raise BadInput(
+                    f"report.writers: {name} is not installed ({error}): pip install -e '.[{name}]'"
+                ) from error
+    except BaseException:
+        for writer in made:
+            writer.close()
+        raise
     return Writers(made)
 
 

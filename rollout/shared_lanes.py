@@ -21,7 +21,7 @@ from moebius.rollout.suspicion import Place, Suspicion
 from moebius.rollout.types import Sample
 
 if TYPE_CHECKING:
-    from moebius.rollout.replica_life import Member
+    from moebius.rollout.replica_member import Member
     from moebius.rollout.replica_steps import ReplicaSteps
 
 _log = logging.getLogger(__name__)
@@ -306,6 +306,8 @@ class SharedLanes:
                     self._lose(part, error)
             self._replicas.backlog.keep((group for group in self._queue if group.missing), {})
         except BaseException:
+            # Ctrl-C: what is parked on a replica is known there; all else of earlier steps is drawn anew.
+            self._replicas.take_back(g for g in self._groups.values() if g.step != self.step or g in self._queue)
             self._release(None)
             raise
         self._release(numbers)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from moebius.engine.types import SampleKey, SamplePiece
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
-from moebius.rollout.errors import BadInput, GroupNotReady
+from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
 from moebius.rollout.failure_types import Loss
 from moebius.rollout.shared_lanes import SharedLanes
 from moebius.rollout.types import Rollout, Sample, Sampling
 from moebius.rollout.worker import Progress
 
 if TYPE_CHECKING:
-    from moebius.rollout.replica_life import Member
+    from moebius.rollout.replica_member import Member
     from moebius.rollout.replica_steps import ReplicaSteps
 
 POLL_S = 0.01
@@ -180,9 +180,16 @@ class SharedStep(SharedLanes):
 
     def close(self) -> list[Rollout]:
         """See OpenStep.close."""
-        while not self._closed and any(group.missing for group in self._groups.values()):
-            self._look()
-            time.sleep(POLL_S)
+        try:
+            while not self._closed and any(group.missing for group in self._groups.values()):
+                self._look()
+                time.sleep(POLL_S)
+        except MoebiusError:
+            raise
+        except BaseException:  # Ctrl-C: the replicas serve other calls, and what earlier steps have left is kept
+            if not self._closed:
+                self._break_off()
+            raise
         self._end(lambda step: step.close())
         return [group.rollout() for group in self._prompts if group.complete]
 

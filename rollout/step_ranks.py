@@ -185,7 +185,7 @@ class StepOnRanks:
                 break
             except (MoebiusError, RayActorError) as error:
                 self._lost(error)
-        parked = {key: rank for rank, outcome in enumerate(outcomes) for key in outcome.parked}
+        parked = parked_on(outcomes)
         held = {key for key in self.keys() if not self._suspicion.may_run((key.step, key.prompt))}
         came = [result.key for results in self._results for result in results]
         allowed = parked.keys() if self._ends == "park_step" else set()
@@ -233,8 +233,10 @@ class StepOnRanks:
             self._send_again(ranks, blamed)
         except BaseException:
             self._closed = True
-            # What earlier steps have left is still with the ranks if nothing was started, and else drawn anew.
-            self._group.backlog.keep((g for g in self._groups.values() if g.step != self.step), resumed)
+            # What earlier steps have left is still with the ranks if nothing was started, and else drawn anew. What is
+            # complete has been told of, or will be.
+            older = (g for g in self._groups.values() if g.step != self.step and g.missing)
+            self._group.backlog.keep(older, resumed)
             self._release()
             raise
 
@@ -312,3 +314,8 @@ class StepOnRanks:
         if not self._released:
             self._released = True
             self._group.step_closed()
+
+
+def parked_on(outcomes: Sequence[StepOutcome]) -> dict[SampleKey, int]:
+    """The rank of each sample that a step has left parked; `outcomes` in rank order."""
+    return {key: rank for rank, outcome in enumerate(outcomes) for key in outcome.parked}

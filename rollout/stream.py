@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moebius.rollout.budget import Budget
-from moebius.rollout.errors import MoebiusError
+from moebius.rollout.errors import MoebiusError, as_the_caller_raised, callers
 from moebius.rollout.types import Rollout
 
 if TYPE_CHECKING:
@@ -89,16 +89,17 @@ class RolloutStream(Iterator[Rollout]):
 
     def _advance(self) -> None:
         """See what has ended, and end the step if it is time."""
-        try:
-            self._step.finished()
-            self._sort()
-            self._look()
-        except MoebiusError:
-            self._over = True  # the step is lost and has been closed
-            raise
-        except BaseException:
-            self.close()
-            raise
+        with as_the_caller_raised():
+            try:
+                self._step.finished()
+                self._sort()
+                self._look()
+            except MoebiusError:
+                self._lost()
+                raise
+            except BaseException:
+                self.close()
+                raise
         if not self._waiting:
             self._stop("park")
         elif self._yielded + len(self._ready) >= self._wanted or self._spent():
@@ -129,28 +130,60 @@ class RolloutStream(Iterator[Rollout]):
         self._tokens = sum(rank.tokens for rank in progress)
         if self._on_progress is not None:
             done = self._samples - sum(len(group.missing) for group in self._waiting)
-            self._on_progress(done, self._samples, self._tokens, progress[0].live, progress[0].layout)
+            with callers():
+                self._on_progress(done, self._samples, self._tokens, progress[0].live, progress[0].layout)
 
     def _stop(self, rest: str) -> None:
         """End the step; what is complete by then counts."""
         self._over = True
+        try:
+            self._end(rest)
+        except MoebiusError:
+            self._lost()
+            raise
+
+    def _end(self, rest: str) -> None:
         if rest == "park":
             self._step.park()
             self._sort()
-        else:
-            self._step.finished()
-            self._sort()
-            running = [(group, [key.sample for key in group.missing]) for group in self._waiting]
-            self._step.abort()
-            self._step.close()
-            self._ready.extend(group for group, samples in running if not _cut(group, samples))
-            self._waiting = []
+            return
+        self._step.finished()
+        self._sort()
+        running = [(group, [key.sample for key in group.missing]) for group in self._waiting]
+        self._step.abort()
+        self._step.close()
+        self._ready.extend(group for group, samples in running if not _cut(group, samples))
+        if self._budget is None:
+            for group, samples in running:
+                if group.step != self.step and _cut(group, samples):
+                    self._put_back(group, samples)
+        self._waiting = []
+
+    def _lost(self) -> None:
+        """The step is lost, and has been closed: it is to be repeated, so its own prompts are not the next step's."""
+        self._over = True
+        self._sort()
+        self._step.leave([group for group in self._ready if group.step != self.step])
+        self._ready.clear()
 
     def _leave_surplus(self) -> None:
-        """Complete groups beyond what was asked for are the next step's."""
+        """Complete groups beyond what was asked for are the next step's; so are those of earlier steps, in any case
+        but that a budget gives them up: breaking this step off is no reason to lose them.
+        """
+        self._sort()  # what had ended when the step broke off
         surplus, self._ready = list(self._ready), deque()
-        if self._budget is not None and self._budget.rest == "park":
+        if self._budget is None:
+            surplus = [group for group in surplus if group.step != self.step]
+        if self._budget is None or self._budget.rest == "park":
             self._step.leave(surplus)
+
+    def _put_back(self, group: PromptGroup, samples: list[int]) -> None:
+        """Of an earlier step, broken off with this one: the next one draws what had not ended, with the same seeds."""
+        for index in samples:
+            if group.samples[index].finish_reason == "abort":
+                del group.samples[index]
+        group.ranks = {}
+        self._step.leave([group])
 
 
 def _cut(group: PromptGroup, samples: list[int]) -> bool:

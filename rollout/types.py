@@ -39,6 +39,7 @@ class Sampling(BaseModel):
     logprobs: int | None = Field(
         0, ge=0, description="0: log-probability of each sampled token; k: also the k most likely; None: none."
     )
+    detokenize: bool = Field(True, description="False: token ids only, no text; less work per token on the host.")
     skip_special_tokens: bool = True
     seed: int | None = Field(None, ge=0, lt=1 << 63, description="Base seed; each sample's own is derived from it.")
 
@@ -65,6 +66,8 @@ class Sampling(BaseModel):
     def _fields_agree(self) -> Sampling:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower one of them")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop texts are looked for in text: leave detokenize on, or use stop_token_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty, so no token could be sampled; leave it out to allow all")
         return self

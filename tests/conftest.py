@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says nothing on a machine that others use too.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 for name, value in {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
     os.environ.setdefault(name, value)

@@ -16,7 +16,7 @@ REGISTER = Path(__file__).with_name("documented_commands.yaml")
 # What a line of a code block begins with when it is for a shell.
 _PROGRAM = re.compile(
     r"(?:[A-Z_][A-Z0-9_]*=\S* )*"
-    r"(?:moebius|make|python3?|pip|ray|pytest|mkdir|setsid|nohup|hf|curl|export|source|git|docker|verl|torchrun|ruff|"
+    r"(?:moebius|make|bash|python3?|pip|ray|pytest|mkdir|setsid|nohup|hf|curl|export|source|git|docker|verl|torchrun|ruff|"
     r"\.venv/bin/\w+)(?: |$)"
 )
 

@@ -29,8 +29,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# The random model would hardly ever end by itself: so many of its 512 tokens count as end-of-sequence.
-SMOKE_STOPS = list(range(300, 330))
+FIRST_STOP = 300  # the random model would hardly ever end by itself: tokens from here on count as end-of-sequence
 
 
 def row(question: str, answer: str, source: str, split: str, index: int, extra: dict[str, Any]) -> dict[str, Any]:
@@ -57,24 +56,25 @@ def deepmath(folder: Path, source: str, limit: int | None) -> None:
         write(folder / f"{split}.parquet", rows)
 
 
-def smoke(folder: Path, layers: int = 2) -> None:
-    """A tiny random model and sums."""
+def smoke(folder: Path, shape: argparse.Namespace) -> None:
+    """A small random model and sums."""
+    heads = max(2, shape.hidden // 64)
     model = make_tiny_model(
         folder / "model",
-        num_experts=4,
-        num_layers=layers,
-        heads=2,
-        kv_heads=2,
-        hidden=64,
-        moe_intermediate=32,
+        num_experts=shape.experts,
+        num_layers=shape.layers,
+        heads=heads,
+        kv_heads=4 if heads % 4 == 0 else 2,
+        hidden=shape.hidden,
+        moe_intermediate=shape.intermediate,
         max_len=512,
     )
     speak_chatml(model)
     generation = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
-    generation["eos_token_id"] = [generation["eos_token_id"], *SMOKE_STOPS]
+    generation["eos_token_id"] = [generation["eos_token_id"], *range(FIRST_STOP, FIRST_STOP + shape.stops)]
     (model / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     rng = random.Random(1)
-    for split, count in (("train", 16), ("val", 4)):
+    for split, count in (("train", shape.prompts), ("val", 4)):
         sums = [(rng.randrange(100), rng.randrange(100)) for _ in range(count)]
         rows = [row(f"What is {a} + {b}?", str(a + b), "sums", split, i, {}) for i, (a, b) in enumerate(sums)]
         write(folder / f"{split}.parquet", rows)
@@ -102,11 +102,16 @@ def main() -> None:
     parser.add_argument("what", choices=("deepmath", "smoke"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", default=DEEPMATH, help="parquet or JSON lines instead of the hub's data set")
-    parser.add_argument("--layers", type=int, default=2, help="of the tiny model")
+    parser.add_argument("--layers", type=int, default=2, help="of smoke's model")
+    parser.add_argument("--hidden", type=int, default=64, help="its width, 64 for each attention head")
+    parser.add_argument("--experts", type=int, default=4, help="of each layer, 2 of them active")
+    parser.add_argument("--intermediate", type=int, default=32, help="width of an expert")
+    parser.add_argument("--stops", type=int, default=30, help="tokens of 512 that end a sample")
+    parser.add_argument("--prompts", type=int, default=16, help="smoke's questions for training")
     parser.add_argument("--limit", type=int, help="take only so many questions")
     arguments = parser.parse_args()
     if arguments.what == "smoke":
-        smoke(arguments.folder, arguments.layers)
+        smoke(arguments.folder, arguments)
     else:
         deepmath(arguments.folder, arguments.source, arguments.limit)
 

@@ -221,6 +221,38 @@ def serving(
 
 
 @app.command()
+def policies(
+    out: Out,
+    config: Config = None,
+    folder: Dir = None,
+    overrides: Sets = None,
+    ranks: Ranks = None,
+    weights: Weights = "dummy",
+    requests: Annotated[int, typer.Option(min=2, help="Samples per step.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens per sample.")] = 120,
+    scale: Annotated[float, typer.Option(min=0.0, help="Factor on DeepMath's lengths.")] = 0.1,
+    cap: Annotated[int, typer.Option(min=1, help="Longest output.")] = 896,
+    steps: Annotated[int, typer.Option(min=1, help="Fresh steps, each under every policy.")] = 3,
+    threshold: Annotated[
+        int | None, typer.Option(min=1, help="Of the fixed policy; default: where the calibrated costs cross.")
+    ] = None,
+    batches: Annotated[
+        str, typer.Option(help="Comma-separated global batches to calibrate.")
+    ] = "1,2,8,32,64,128,256,512",
+    contexts: Annotated[str, typer.Option(help="Comma-separated prompt lengths to calibrate.")] = "128,1024",
+    iterations: Annotated[int, typer.Option(min=4, help="Calibration: iterations per layout and point.")] = 32,
+    seed: Seed = 0,
+) -> None:
+    """The simulator against real steps, and the predictive policy against fixed ones. Means something on CUDA only."""
+    options = {
+        "requests": requests, "prompt": prompt, "scale": scale, "cap": cap, "steps": steps, "threshold": threshold,
+        "batches": _integers(batches, "--batches"), "contexts": _integers(contexts, "--contexts"),
+        "iterations": iterations, "seed": seed,
+    }  # fmt: skip
+    _finish(_run("policies", options, "moebius", folder, (config, overrides, ranks, requests, weights, out)), out)
+
+
+@app.command()
 def graphs(
     out: Out,
     config: Config = None,
@@ -254,11 +286,14 @@ def kernels(
     context: Context = 64,
     iterations: Annotated[int, typer.Option(min=1, help="Decode iterations that are counted.")] = 32,
     top: Annotated[int, typer.Option(min=1, help="Largest differences told for each pair of engines.")] = 12,
+    traces: Annotated[bool, typer.Option(help="Also write Chrome traces of host and device to OUT/traces.")] = False,
     seed: Seed = 0,
 ) -> None:
     """Device time of a decode iteration by kernel, ours beside stock. On CPU, operators instead of kernels."""
     sizes = _integers(batches, "--batches")
     options = {"batches": sizes, "context": context, "iterations": iterations, "top": top, "seed": seed}
+    if traces:
+        options["traces"] = str((out / "traces").absolute())
     _finish(_run("kernels", options, engines, folder, (config, overrides, ranks, max(sizes), weights, out)), out)
 
 

@@ -21,6 +21,7 @@ from moebius.rollout.bench.engines import BenchSetup, Engines
 from moebius.rollout.bench.fleet import FleetError
 from moebius.rollout.bench.graphs import run_graphs
 from moebius.rollout.bench.kernels import KernelsOptions, run_kernels
+from moebius.rollout.bench.policies import PoliciesOptions, run_policies
 from moebius.rollout.bench.results import Results
 from moebius.rollout.bench.rollout_trace import RolloutOptions, run_rollout
 from moebius.rollout.bench.serving import ServingOptions, run_serving
@@ -39,6 +40,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[..., Results]]] = {
     "switch": (SwitchOptions, run_switch),
     "kernels": (KernelsOptions, run_kernels),
     "serving": (ServingOptions, run_serving),
+    "policies": (PoliciesOptions, run_policies),
 }
 
 

@@ -6,6 +6,9 @@ difference of both is so many decode iterations and nothing else: no prefill, no
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +23,7 @@ from moebius.rollout.errors import BadInput, MoebiusError
 
 Kernels = dict[str, tuple[float, int]]  # by name: microseconds, calls
 _NAME = 110  # characters of a kernel's name that are kept: templates make them endless
+_TRACED = 16  # tokens per request in a trace: enough to see an iteration, few enough for a viewer
 
 
 class KernelsOptions(BaseModel):
@@ -31,6 +35,7 @@ class KernelsOptions(BaseModel):
     context: int = Field(64, ge=1, description="Prompt tokens of every request.")
     iterations: int = Field(32, ge=1, description="Decode iterations that are counted.")
     top: int = Field(12, ge=1, description="Largest differences that are told for each pair of engines.")
+    traces: str | None = Field(None, description="Folder for a Chrome trace per engine, layout, batch and rank.")
     seed: int = 0
 
 
@@ -51,6 +56,19 @@ def record(engine: Ours | Stock, workload: Workload, policy: PolicyConfig) -> Ke
             us, calls = found.get(event.key[:_NAME], (0.0, 0))
             found[event.key[:_NAME]] = (us + float(spent), calls + int(event.count))
     return found
+
+
+def trace(engine: Ours | Stock, workload: Workload, policy: PolicyConfig, path: str) -> None:
+    """Run `workload` once more and write what host and device did to `path` + `.<rank>.json.gz`. A collective."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as recorded:
+        engine.run(workload, policy)
+        if cuda:
+            torch.cuda.synchronize()
+    recorded.export_chrome_trace(f"{path}.{os.environ['RANK']}.json.gz")
 
 
 def per_iteration(short: Kernels, long: Kernels, iterations: int) -> dict[str, tuple[float, float]]:
@@ -94,6 +112,11 @@ def run_kernels(engines: Engines, options: KernelsOptions, command: str = "bench
             for length in (2, options.iterations, tokens):  # the first warms up
                 load = Workload.uniform(batch, options.context, length, seed=options.seed, vocab=vocab)
                 runs.append(fleet.call(record, load, STATIC[lane.layout])[0])
+            if options.traces is not None:
+                Path(options.traces).mkdir(parents=True, exist_ok=True)
+                name = re.sub(r"[^A-Za-z0-9_.+-]", "_", lane.name)
+                few = Workload.uniform(batch, options.context, _TRACED, seed=options.seed, vocab=vocab)
+                fleet.call(trace, few, STATIC[lane.layout], f"{options.traces}/{name}_{batch}")
             rows = found[lane.name][batch] = per_iteration(runs[1], runs[2], options.iterations)
             engines.say(f"batch {batch} {lane.name}: {sum(us for us, _ in rows.values()):.0f} us of kernels")
     if not any(found.values()):

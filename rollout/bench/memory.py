@@ -58,7 +58,8 @@ def _used_on_our_gpus(ranks: int) -> list[float]:
 def summarise(setup: BenchSetup, figures: dict[str, dict[str, float]], device_gib: float, command: str) -> Results:
     """Figures in GiB per rank (the fullest rank), and the differences of ours to both stock layouts.
 
-    `memory_overhead_pct` is ours less the larger stock layout, as a share of the `device_gib` that a GPU has.
+    `memory_overhead_pct` is ours less the larger stock layout, as a share of the `device_gib` that a GPU has; with
+    other settings of ours, as `moebius:attention_weights=shared`, their names stand before it.
     """
     numbers = {f"{name}_{part}_gib": gib for name, parts in figures.items() for part, gib in parts.items()}
     numbers["device_gib"] = device_gib
@@ -71,7 +72,9 @@ def summarise(setup: BenchSetup, figures: dict[str, dict[str, float]], device_gi
             numbers[f"moebius_over_{layout}_pct"] = 100 * (ours["driver_used"] / stock["driver_used"] - 1)
     if {"moebius", "stock_ep", "stock_tp"} <= figures.keys():
         larger = max(figures[name]["driver_used"] for name in ("stock_ep", "stock_tp"))
-        numbers["memory_overhead_pct"] = 100 * (figures["moebius"]["driver_used"] - larger) / device_gib
+        for name in (name for name in figures if name.startswith("moebius")):
+            share = 100 * (figures[name]["driver_used"] - larger) / device_gib
+            numbers["memory_overhead_pct" if name == "moebius" else f"{name}_memory_overhead_pct"] = share
     return make_results(
         "memory",
         command=command,

@@ -62,6 +62,15 @@ def memory(engine: Ours | Stock) -> dict[str, float]:
     return {name: value / 2**30 for name, value in figures.items()}
 
 
+def start_and_account(engine: Ours) -> dict[str, Any]:
+    """What this rank's start took, and where its memory goes at rest; overheads over static engines in bytes."""
+    from dataclasses import asdict
+
+    account = engine.engine.memory_account()
+    overhead = {layout: account.overhead(layout) for layout in ("EP", "TP")}
+    return {"startup": asdict(engine.engine.startup), "account": asdict(account), "overhead_bytes": overhead}
+
+
 def reload_from_host_s(engine: Stock) -> float:
     """Seconds to write every parameter once from pinned host memory, in chunks of one buffer of at most 1 GiB."""
     import torch

@@ -109,16 +109,25 @@ def make_results(benchmark: str, *, command: str, options: dict[str, Any], **par
     )
 
 
+def read_results(path: Path) -> Results:
+    """A benchmark's results. Raises BadInput when the file holds none."""
+    try:
+        return Results.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: not the results of a benchmark: {error}") from error
+
+
+def portable(results: Results) -> Results:
+    """The same with absolute paths of this host cut to their names."""
+    return Results.model_validate(_portable(results.model_dump(mode="json")))
+
+
 def publish(source: Path, target: Path) -> Path:
     """Write results again as `target` (with the picture beside it), absolute paths of this host cut to their names.
 
     Raises BadInput when `source` holds no results.
     """
-    try:
-        results = Results.model_validate_json(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{source}: not the results of a benchmark: {error}") from error
-    results = Results.model_validate(_portable(results.model_dump(mode="json")))
+    results = portable(read_results(source))
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if results.picture is not None:

@@ -5,6 +5,7 @@ The engine `moebius` only. An open loop: requests come when the trace says, howe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
@@ -264,11 +265,22 @@ def _warm_up(fleet: Fleet, traffic: Traffic, capacity: Capacity, ranks: int, see
     prompt = min(traffic.prompt_tokens[longest], capacity.max_model_len - 4)
     for layout in ("EP", "TP"):
         fleet.call(rank.run, Workload.uniform(live, prompt, 4, seed=seed + 2, vocab=capacity.vocab), STATIC[layout])
+        # A burst's passes are full of prompts and of other shapes than a few requests': a kernel compiled in one of
+        # them would make all that wait for it look slow.
+        burst = Workload.uniform(_burst(traffic, capacity), prompt, 4, seed=seed + 4, vocab=capacity.vocab)
+        fleet.call(rank.run, burst, STATIC[layout])
     plan = switch.plan_step(live, min(traffic.prompt_tokens), 4, 3, ranks, capacity)
     layouts: tuple[rank.Layout, ...] = ("EP", "TP")
     if all(refusal(live, plan.prompt + plan.length, layout, ranks, capacity) is None for layout in layouts):
         load = Workload.uniform(live, plan.prompt, plan.length, seed=seed + 3, vocab=capacity.vocab)
         fleet.call(switch_rank.alternating_step, load, plan.iterations, 0)
+
+
+def _burst(traffic: Traffic, capacity: Capacity) -> int:
+    """Most requests that come within a second, as far as one scheduler takes them."""
+    times = sorted(traffic.at)
+    most = max(bisect_right(times, time + 1.0) - place for place, time in enumerate(times))
+    return max(1, min(most, capacity.max_num_seqs))
 
 
 def _soak(

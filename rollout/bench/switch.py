@@ -110,8 +110,8 @@ def run_switch(engines: Engines, options: SwitchOptions, command: str = "bench s
     fleet, capacity, say = engines.fleet("moebius"), engines.capacity("moebius"), engines.say
     shapes: Shapes = fleet.call(switch_rank.shapes)[0]
     notes = engines.notes()
-    numbers: dict[str, float] = {}
-    series: dict[str, Any] = {"shapes": asdict(shapes)}
+    numbers: dict[str, float] = {"startup_s": fleet.start_seconds}
+    series: dict[str, Any] = {"shapes": asdict(shapes), "ranks": fleet.call(probes.start_and_account)}
 
     live, found = _live(fleet, options, capacity, shapes, notes, say)
     numbers |= found

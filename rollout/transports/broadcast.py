@@ -8,8 +8,9 @@ GPU that no rank has; on a shared GPU use `update_weights(transport="ipc")`.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,12 +19,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from moebius.rollout.errors import MoebiusError
 from moebius.rollout.transports.secret import listening_store, seal, unseal
-from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, Entry, NamedTensors, batches, fill, plan, views
+from moebius.rollout.transports.sender import Offer, Sender, Sending
+from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, Entry, Pair, fill, views
 
 SOURCE = f"{__name__}:receive"
 Backend = Literal["nccl", "gloo"]
+POLL_S = 0.005  # between two looks whether all ranks read
 
 
 @dataclass
@@ -31,12 +33,25 @@ class _Member:
     """This process as part of the group."""
 
     store: dist.Store
-    group: Any  # a torch process group's backend
     device: torch.device
+    group: Any = None  # a torch process group's backend
+    generation: int = 0  # of it; 0: there is none yet
     flat: torch.Tensor = field(init=False)  # the largest bucket so far
 
     def __post_init__(self) -> None:
         self.flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def connect(self, generation: int, member: int, size: int, backend: Backend, timeout: timedelta) -> None:
+        """Become a member of another group, at the same time as all others."""
+        self.group = None
+        inner = dist.PrefixStore(f"group/{generation}", self.store)
+        if backend == "gloo":
+            self.group = dist.ProcessGroupGloo(inner, member, size, timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self.group = dist.ProcessGroupNCCL(inner, member, size, options)
+        self.generation = generation
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of a buffer that is used again and again."""
@@ -50,33 +65,92 @@ class _Member:
             self.group.broadcast(flat, 0).wait()
 
 
-def _join(
-    host: str, port: int, secret: str, member: int, size: int, backend: Backend, device: str, timeout_s: float
-) -> _Member:
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    store.set(_proof(member), seal(secret, _proof(member), size))
-    return _connect(store, member, size, backend, torch.device(device), timeout)
+class _Link:
+    """The trainer's end. In each session every rank says first that it reads, and which group it is in; message 0 then
+    names the group that is used, and each bucket and the end have one more.
+    """
+
+    def __init__(self, host: str, size: int, backend: Backend, device: torch.device, timeout_s: float) -> None:
+        self._host, self._size, self._backend = host, size, backend
+        self._timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
+        self.secret = secrets.token_hex(16)
+        self.server = listening_store(host, self._timeout)
+        self._own = _Member(self.server, device)
+        self._generation = 0
+        self._messages = 0  # of the present session
+        self._keys: list[str] = []  # in the store, of the last session
+
+    def offer(self, session: int) -> Offer:
+        """See Link."""
+        common = (self._host, self.server.port, self.secret, self._size, self._backend, self._timeout_s)
+        return SOURCE, [(*common, member, session) for member in range(1, self._size)]
+
+    def begin(self, session: int, sending: Sending) -> None:
+        """See Link. Nothing is sent before all ranks have proved that they know the secret."""
+        if self._own.device.type == "cuda":
+            torch.cuda.set_device(self._own.device)
+        self._messages = 0
+        ready = [_ready(session, member) for member in range(1, self._size)]
+        until = time.monotonic() + self._timeout_s
+        while not self.server.check(ready):
+            sending.go_on()
+            if time.monotonic() > until:
+                raise TimeoutError(f"not all ranks have begun to read within {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+        theirs = {unseal(self.secret, key, self.server.get(key)) for key in ready}
+        for key in self._keys:  # they have read them
+            self.server.delete_key(key)
+        self._keys = ready
+        renew = theirs != {self._own.generation} or self._own.generation == 0
+        if renew:  # at first, and where a rank was started again or has left after an error
+            self._generation += 1
+        self._tell(session, {"generation": self._generation})
+        if renew:
+            self._own.connect(self._generation, 0, self._size, self._backend, self._timeout)
+
+    def put(self, session: int, number: int, pairs: list[Pair], entries: list[Entry], nbytes: int) -> None:
+        """See Link."""
+        del number
+        flat = self._own.buffer(nbytes)
+        fill(flat, entries, pairs)
+        self._tell(session, {"nbytes": nbytes, "entries": [entry.to_json() for entry in entries]})
+        self._own.broadcast(flat)
+
+    def end(self, session: int, number: int, error: str | None) -> None:
+        """See Link."""
+        del number
+        self._tell(session, {"end": True} if error is None else {"error": error})
+        if error is not None:
+            self._own.generation = 0  # whatever state the group is in, it is not used again
+
+    def drain(self) -> None:
+        """See Link. What has been sent has been received."""
+
+    def stop(self) -> None:
+        """See Link. A gloo group cannot be stopped; it fails when its other members have gone."""
+        if self._backend == "nccl" and self._own.group is not None:
+            with contextlib.suppress(RuntimeError):  # nothing was sent through it yet
+                self._own.group.abort()
+
+    def close(self) -> None:
+        """See Link."""
+        self._own.group = None
+
+    def _tell(self, session: int, told: dict[str, Any]) -> None:
+        key = _key(session, self._messages)
+        self.server.set(key, seal(self.secret, key, told))
+        self._keys.append(key)
+        self._messages += 1
 
 
-def _connect(
-    store: dist.Store, member: int, size: int, backend: Backend, device: torch.device, timeout: timedelta
-) -> _Member:
-    inner = dist.PrefixStore("group", store)
-    if backend == "gloo":
-        return _Member(store, dist.ProcessGroupGloo(inner, member, size, timeout), device)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return _Member(store, dist.ProcessGroupNCCL(inner, member, size, options), device)
-
-
-class Broadcaster:
+class Broadcaster(Sender):
     """The trainer's side; keep it from update to update, and `close` it.
 
         with Broadcaster(ranks=group.config.ranks, backend="nccl") as weights:
             group.pull_update(version, *weights.offer(model.named_parameters()))
 
-    Where another process calls `pull_update`, send it what `offer` returns.
+    Where another process calls `pull_update`, send it what `offer` returns. If that fails, call `cancel` before the
+    next offer; an error that leaves the `with` block does so. Ranks that were started again find their way back.
 
     Args:
         ranks: of the group.
@@ -99,73 +173,8 @@ class Broadcaster:
     ) -> None:
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
-        self._device, self._backend, self._size = torch.device(device), backend, ranks + 1
-        self._host, self._bucket_bytes, self._timeout_s = host, bucket_bytes, timeout_s
-        self._secret = secrets.token_hex(16)
-        self._server = listening_store(host, timedelta(seconds=timeout_s))
-        self._member: _Member | None = None
-        self._sessions = 0
-        self._sending: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    def offer(self, named_tensors: NamedTensors) -> tuple[str, list[tuple[Any, ...]]]:
-        """Begin to send; returns `source` and `args` of the `pull_update` that receives.
-
-        A stream of tensors is read on another thread, as it is sent. The last offer must have been taken.
-        """
-        self.wait()
-        self._sessions += 1
-        self._sending = threading.Thread(target=self._send, args=(named_tensors, self._sessions), daemon=True)
-        self._sending.start()
-        common = (self._host, self._server.port, self._secret, self._size, self._backend, self._timeout_s)
-        return SOURCE, [(*common, member, self._sessions) for member in range(1, self._size)]
-
-    def wait(self) -> None:
-        """Until the last offer has been sent. Raises MoebiusError if it could not be."""
-        if self._sending is not None:
-            self._sending.join()
-            self._sending = None
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise MoebiusError(f"weights were not sent: {failure}") from failure
-
-    def close(self) -> None:
-        """Leave the group."""
-        self.wait()
-        self._member = None
-
-    def __enter__(self) -> Broadcaster:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _send(self, named_tensors: NamedTensors, session: int) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        number = 0
-        try:
-            if self._member is None:
-                timeout = timedelta(seconds=self._timeout_s)
-                member = _connect(self._server, 0, self._size, self._backend, self._device, timeout)
-                for other in range(1, self._size):  # all have joined: nothing is sent to one that was not told
-                    unseal(self._secret, _proof(other), self._server.get(_proof(other)))
-                self._member = member
-            for pairs in batches(named_tensors, self._bucket_bytes):
-                entries, nbytes = plan(pairs)
-                flat = self._member.buffer(nbytes)
-                fill(flat, entries, pairs)
-                self._tell(session, number, {"nbytes": nbytes, "entries": [e.to_json() for e in entries]})
-                self._member.broadcast(flat)
-                number += 1
-            self._tell(session, number, {"end": True})
-        except BaseException as error:  # noqa: BLE001  (raised by `wait`, and told to the ranks)
-            self._failure = error
-            self._tell(session, number, {"error": f"{type(error).__name__}: {error}"})
-
-    def _tell(self, session: int, number: int, told: dict[str, Any]) -> None:
-        key = _key(session, number)
-        self._server.set(key, seal(self._secret, key, told))
+        where = torch.device(device)
+        super().__init__(lambda: _Link(host, ranks + 1, backend, where, timeout_s), bucket_bytes)
 
 
 _members: dict[tuple[str, int], _Member] = {}  # in a rank's process, by the trainer's secret and its own number
@@ -180,29 +189,44 @@ def receive(
     DistStoreError if it says nothing.
     """
     key = (secret, member)
-    if key not in _members:
-        device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
-        for other in [other for other in _members if other[0] != secret]:
-            del _members[other]  # of a trainer that was there before
-        _members[key] = _join(host, port, secret, member, size, backend, device, timeout_s)
-    own = _members[key]
-    number = 0
-    while True:
-        told = unseal(secret, _key(session, number), own.store.get(_key(session, number)))
-        if "error" in told:
-            raise ValueError(f"the trainer could not send: {told['error']}")
-        if "end" in told:
-            return
-        entries = [Entry.from_json(entry) for entry in told["entries"]]
-        flat = own.buffer(told["nbytes"])
-        own.broadcast(flat)
-        yield views(flat, entries)
-        number += 1
+    for other in [other for other in _members if other[0] != secret]:
+        _members.pop(other, None)  # of a trainer, or a connection, that was there before
+    timeout = timedelta(seconds=timeout_s)
+    own = _members.get(key)
+    if own is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        own = _Member(dist.TCPStore(host, port, is_master=False, timeout=timeout), device)
+    try:
+        ready = _ready(session, member)
+        own.store.set(ready, seal(secret, ready, own.generation))
+        generation = _hear(own, secret, session, 0)["generation"]
+        if generation != own.generation:
+            own.connect(generation, member, size, backend, timeout)
+        number = 1
+        while "end" not in (told := _hear(own, secret, session, number)):
+            entries = [Entry.from_json(entry) for entry in told["entries"]]
+            flat = own.buffer(told["nbytes"])
+            own.broadcast(flat)
+            yield views(flat, entries)
+            number += 1
+    except BaseException:
+        _members.pop(key, None)  # the trainer must not wait for this member; it joins again
+        raise
+    _members[key] = own
+
+
+def _hear(own: _Member, secret: str, session: int, number: int) -> dict[str, Any]:
+    """A message of the trainer's. Raises ValueError if it has failed."""
+    key = _key(session, number)
+    told: dict[str, Any] = unseal(secret, key, own.store.get(key))
+    if "error" in told:
+        raise ValueError(f"the trainer could not send: {told['error']}")
+    return told
 
 
 def _key(session: int, number: int) -> str:
     return f"{session}/{number}"
 
 
-def _proof(member: int) -> str:
-    return f"proof/{member}"
+def _ready(session: int, member: int) -> str:
+    return f"{session}/ready/{member}"

@@ -37,12 +37,16 @@ class IpcBucket:
 def ipc_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[IpcBucket]:
     """Buckets of at most `bucket_bytes`; each may be read until the next but one is asked for.
 
-    Raises BadInput where this process has no CUDA.
+    Raises BadInput at once where this process has no CUDA.
     """
-    from torch.multiprocessing.reductions import reduce_tensor
-
     if not torch.cuda.is_available():
         raise BadInput("update_weights: transport 'ipc' needs CUDA in the sending process; use 'host'")
+    return _buckets(named_tensors, bucket_bytes)
+
+
+def _buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[IpcBucket]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
     device = torch.device("cuda", torch.cuda.current_device())
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -20,14 +20,16 @@ import ray
 import torch
 from ray.util import collective
 
-from moebius.rollout.errors import BadInput, MoebiusError
+from moebius.rollout.errors import BadInput
 from moebius.rollout.placement import on_node
-from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, Bucket, Entry, NamedTensors, batches, fill, plan, views
+from moebius.rollout.transports.sender import Offer, Sender, Sending
+from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, Bucket, Entry, Pair, fill, views
 
 NODE = f"{__name__}:node"
 STORED, DIRECT = f"{__name__}:receive_stored", f"{__name__}:receive_direct"
 Backend = Literal["gloo", "nccl"]
 _AHEAD = 2  # buckets that a receiver holds
+_POLL_S = 0.2  # between looks whether an offer was given up
 
 
 def node() -> str:
@@ -43,6 +45,7 @@ class Receiver:
         self._session, self._at = 0, [0] * readers  # bucket that each reader asks for
         self._buckets: dict[int, Any] = {}
         self._end: tuple[int, str | None] | None = None  # number of buckets, and the error that ended it
+        self._asked: set[int] = set()  # readers that have begun
         self._done: set[int] = set()  # readers that know of the end
 
     def join(self, size: int, member: int, group: str) -> None:
@@ -53,7 +56,12 @@ class Receiver:
         """A new update."""
         with self._changed:
             self._session, self._at = session, [0] * len(self._at)
-            self._buckets, self._end, self._done = {}, None, set()
+            self._buckets, self._end, self._asked, self._done = {}, None, set(), set()
+
+    def ready(self) -> None:
+        """Until all readers have begun to read."""
+        with self._changed:
+            self._wait(lambda: len(self._asked) == len(self._at), "the ranks read no weights")
 
     def take(self, number: int, entries: list[Entry], nbytes: int, group: str | None) -> None:
         """The next bucket: received from the group here, or (None) by the ranks."""
@@ -87,6 +95,7 @@ class Receiver:
         """
         with self._changed:
             self._wait(lambda: self._session == session, "the update was not begun")
+            self._asked.add(reader)
             self._at[reader] = max(number, self._at[reader])
             for old in [old for old in self._buckets if old < min(self._at)]:
                 del self._buckets[old]
@@ -105,12 +114,114 @@ class Receiver:
             raise ValueError(f"{otherwise} for {self._timeout_s:g} s")
 
 
-class RayBroadcaster:
+class _Link:
+    """The trainer's end: a collective group, and receivers: with gloo one on each node, with NCCL one for all ranks."""
+
+    def __init__(self, nodes: Sequence[str], backend: Backend, timeout_s: float) -> None:
+        self._nodes, self._backend, self._timeout_s = list(nodes), backend, timeout_s
+        self._group = f"moebius-{secrets.token_hex(8)}"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._joined = self._offered = self._made_default = False
+        self._sending: Sending | None = None
+        places = list(dict.fromkeys(self._nodes)) if backend == "gloo" else [self._nodes[0]]
+        self._receiver_of = [places.index(place) if backend == "gloo" else 0 for place in self._nodes]
+        self._receivers = []
+        for index, place in enumerate(places):
+            readers = self._receiver_of.count(index)
+            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": readers + 4}
+            actor = ray.remote(Receiver).options(**options, scheduling_strategy=on_node(place))
+            self._receivers.append(actor.remote(readers, timeout_s))
+
+    def offer(self, session: int) -> Offer:
+        """See Link."""
+        ray.get([receiver.begin.remote(session) for receiver in self._receivers], timeout=self._timeout_s)
+        self._offered = True
+        readers = [0] * len(self._receivers)
+        args: list[tuple[Any, ...]] = []
+        for rank, index in enumerate(self._receiver_of):
+            own = (self._receivers[index], session, readers[index])
+            more = () if self._backend == "gloo" else (self._group, rank + 1, len(self._nodes) + 1)
+            args.append((*own, *more))
+            readers[index] += 1
+        return STORED if self._backend == "gloo" else DIRECT, args
+
+    def begin(self, session: int, sending: Sending) -> None:
+        """See Link. Then the ranks, or their receivers, join at the same time."""
+        del session
+        self._sending = sending
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._await([receiver.ready.remote() for receiver in self._receivers])
+        if self._joined:
+            return
+        size = 1 + (len(self._receivers) if self._backend == "gloo" else len(self._nodes))
+        joining = []
+        if self._backend == "gloo":
+            joining = [r.join.remote(size, member, self._group) for member, r in enumerate(self._receivers, 1)]
+        self._made_default = self._backend == "gloo" and not torch.distributed.is_initialized()
+        collective.init_collective_group(size, 0, self._backend, self._group, round(1e3 * self._timeout_s))
+        self._await(joining)
+        self._joined = True
+
+    def put(self, session: int, number: int, pairs: list[Pair], entries: list[Entry], nbytes: int) -> None:
+        """See Link."""
+        del session
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        fill(flat, entries, pairs)
+        gloo = self._backend == "gloo"
+        group = self._group if gloo else None
+        taken = [receiver.take.remote(number, entries, nbytes, group) for receiver in self._receivers]
+        if not gloo:
+            self._await(taken)  # there is room for it
+        if nbytes:
+            collective.broadcast(flat, 0, self._group)
+        self._await(taken)
+
+    def _await(self, refs: list[Any]) -> None:
+        """Answers of the receivers; an offer that was given up is not waited for. Raises their errors."""
+        until = time.monotonic() + self._timeout_s
+        waiting = refs
+        while waiting:
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
+            if waiting and self._sending is not None:
+                self._sending.go_on()
+            if waiting and time.monotonic() > until:
+                raise TimeoutError(f"the receivers did not answer within {self._timeout_s:g} s")
+        ray.get(refs)
+
+    def end(self, session: int, number: int, error: str | None) -> None:
+        """See Link."""
+        del session
+        for receiver in self._receivers:
+            receiver.end.remote(number, error)
+
+    def drain(self) -> None:
+        """See Link."""
+        if self._offered:
+            ray.get([receiver.drained.remote() for receiver in self._receivers], timeout=self._timeout_s)
+
+    def stop(self) -> None:
+        """See Link. Whoever waits for the receivers, also in a broadcast, sees that they are gone."""
+        for receiver in self._receivers:
+            ray.kill(receiver, no_restart=True)
+
+    def close(self) -> None:
+        """See Link."""
+        if collective.is_group_initialized(self._group):
+            collective.destroy_collective_group(self._group)
+        if self._made_default and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # Ray leaves it, with these receivers as its members
+        self.stop()
+
+
+class RayBroadcaster(Sender):
     """The trainer's side, within a Ray actor or task; keep it from update to update, and `close` it.
 
         nodes = group.on_ranks(NODE, [()] * group.config.total_ranks)
         with RayBroadcaster(nodes) as weights:
             group.pull_update(version, *weights.offer(model.named_parameters()))
+
+    If `pull_update` fails, call `cancel` before the next offer; an error that leaves the `with` block does so.
 
     Args:
         nodes: Ray's id of the node of each rank, of all replicas.
@@ -131,113 +242,7 @@ class RayBroadcaster:
         timeout_s: float = 600.0,
     ) -> None:
         check(backend)
-        self._backend, self._bucket_bytes, self._timeout_s = backend, bucket_bytes, timeout_s
-        self._nodes = list(nodes)
-        self._group = f"moebius-{secrets.token_hex(8)}"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._joined = False
-        self._session = 0
-        self._sending: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        # NCCL: one actor tells all ranks what comes; gloo: one on each node receives it.
-        places = list(dict.fromkeys(self._nodes)) if backend == "gloo" else [self._nodes[0]]
-        self._receiver_of = [places.index(place) if backend == "gloo" else 0 for place in self._nodes]
-        self._receivers = []
-        for index, place in enumerate(places):
-            readers = self._receiver_of.count(index)
-            options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": readers + 4}
-            actor = ray.remote(Receiver).options(**options, scheduling_strategy=on_node(place))
-            self._receivers.append(actor.remote(readers, timeout_s))
-
-    def offer(self, named_tensors: NamedTensors) -> tuple[str, list[tuple[Any, ...]]]:
-        """Begin to send; returns `source` and `args` of the `pull_update` that receives.
-
-        A stream of tensors is read on another thread, as it is sent. The last offer must have been taken.
-        """
-        self.wait()
-        self._session += 1
-        ray.get([receiver.begin.remote(self._session) for receiver in self._receivers], timeout=self._timeout_s)
-        self._sending = threading.Thread(target=self._send, args=(named_tensors,), daemon=True)
-        self._sending.start()
-        readers = [0] * len(self._receivers)
-        args: list[tuple[Any, ...]] = []
-        for rank, index in enumerate(self._receiver_of):
-            own = (self._receivers[index], self._session, readers[index])
-            more = () if self._backend == "gloo" else (self._group, rank + 1, len(self._nodes) + 1)
-            args.append((*own, *more))
-            readers[index] += 1
-        return STORED if self._backend == "gloo" else DIRECT, args
-
-    def wait(self) -> None:
-        """Until the last offer has been sent. Raises MoebiusError if it could not be."""
-        if self._sending is not None:
-            self._sending.join()
-            self._sending = None
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise MoebiusError(f"weights were not sent: {failure}") from failure
-
-    def close(self) -> None:
-        """Leave the group, when the ranks have read the last offer, and end the receivers."""
-        try:
-            self.wait()
-            if self._session:
-                ray.get([receiver.drained.remote() for receiver in self._receivers], timeout=self._timeout_s)
-        finally:
-            if self._joined:
-                collective.destroy_collective_group(self._group)
-                self._joined = False
-            for receiver in self._receivers:
-                ray.kill(receiver, no_restart=True)
-            self._receivers = []
-
-    def __enter__(self) -> RayBroadcaster:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            self._session = 0  # nobody will read it
-        self.close()
-
-    def _send(self, named_tensors: NamedTensors) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        number = 0
-        gloo = self._backend == "gloo"
-        try:
-            self._join()
-            for pairs in batches(named_tensors, self._bucket_bytes):
-                entries, nbytes = plan(pairs)
-                flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-                fill(flat, entries, pairs)
-                group = self._group if gloo else None
-                taken = [receiver.take.remote(number, entries, nbytes, group) for receiver in self._receivers]
-                if not gloo:
-                    ray.get(taken, timeout=self._timeout_s)  # there is room for it
-                if nbytes:
-                    collective.broadcast(flat, 0, self._group)
-                ray.get(taken, timeout=self._timeout_s)
-                number += 1
-            self._tell_end(number, None)
-        except BaseException as error:  # noqa: BLE001  (raised by `wait`, and told to the ranks)
-            self._failure = error
-            self._tell_end(number, f"{type(error).__name__}: {error}")
-
-    def _join(self) -> None:
-        """The ranks, or their receivers, join at the same time."""
-        if self._joined:
-            return
-        size = 1 + (len(self._receivers) if self._backend == "gloo" else len(self._nodes))
-        joining = []
-        if self._backend == "gloo":
-            joining = [r.join.remote(size, member, self._group) for member, r in enumerate(self._receivers, 1)]
-        collective.init_collective_group(size, 0, self._backend, self._group, round(1e3 * self._timeout_s))
-        ray.get(joining, timeout=self._timeout_s)
-        self._joined = True
-
-    def _tell_end(self, number: int, error: str | None) -> None:
-        for receiver in self._receivers:
-            receiver.end.remote(number, error)
+        super().__init__(lambda: _Link(nodes, backend, timeout_s), bucket_bytes)
 
 
 def check(backend: str) -> None:

@@ -34,15 +34,16 @@ def plain_engines(models: list[str]) -> Iterator[list[Fleet]]:
 
 @pytest.fixture(scope="session")
 def fleet(models: list[str]) -> Iterator[Fleet]:
-    """Two ranks with prefix caching, scheduled asynchronously."""
-    fleet = Fleet(RANKS, work.make_engine, work.config(models[0], enable_prefix_caching=True))
+    """Two ranks with prefix caching and one set of attention weights, scheduled asynchronously."""
+    settings = work.config(models[0], enable_prefix_caching=True, attention_weights="shared")
+    fleet = Fleet(RANKS, work.make_engine, settings)
     yield fleet
     fleet.close()
 
 
 @pytest.fixture(scope="module")
 def fleet_without_cache(models: list[str]) -> Iterator[Fleet]:
-    """Two ranks without prefix caching, scheduled synchronously."""
+    """Two ranks without prefix caching, with attention weights of each layout's own, scheduled synchronously."""
     fleet = Fleet(RANKS, work.make_engine, work.config(models[0], async_scheduling=False))
     yield fleet
     fleet.close()

@@ -50,6 +50,79 @@ def run_guessing(
         del drafter.guess
 
 
+def run_flipping(
+    engine: Any,
+    every: int,
+    switches: Any,
+    requests: list[SampleRequest],
+    truth: dict[SampleKey, list[int]] | None = None,
+) -> StepOutcome:
+    """A step that goes from decoding ahead to drafting, and back, every so many iterations in TP.
+
+    With `truth` (all tokens) drafts are sometimes right.
+    """
+    choice, passed = engine.switcher.drafts.choice, 0
+    before = choice.force
+
+    def flip() -> None:
+        nonlocal passed
+        passed += 1
+        choice.force = passed // every % 2 == 1
+
+    choice.passed = flip
+    try:
+        if truth is not None:
+            return run_guessing(engine, "both", truth, switches, requests)
+        if isinstance(switches, PolicyConfig):
+            return work.run(engine, switches, requests)
+        return work.run_alternating(engine, switches, requests)
+    finally:
+        del choice.passed
+        choice.force = before
+
+
+def run_choosing(engine: Any, kind: str, truth: dict[SampleKey, list[int]], requests: list[SampleRequest]) -> Any:
+    """`run_guessing` from the start in TP, which drafts only if that is expected to be faster.
+
+    By costs that let drafts pay if they are right; whatever iterations take here, where the host's time is all.
+    """
+    drafts = engine.switcher.drafts
+    before = drafts.drafter.cost
+    drafts.drafter.cost = lambda requests, context, tokens: np.full(len(tokens), 1.0)
+    drafts.choice.force = None
+    drafts.choice.timed_drafting = lambda *seen: None
+    try:
+        return run_guessing(engine, kind, truth, work.TP, requests)
+    finally:
+        del drafts.choice.timed_drafting
+        drafts.drafter.cost, drafts.choice.force = before, True
+
+
+def steady_iterations(engine: Any) -> int:
+    """Iterations of TP that `engine.steady` has scheduled."""
+    taken: int = engine.pair.tp.steady.taken
+    return taken
+
+
+def force(engine: Any, drafting: bool | None) -> None:
+    """Drafting always, never, or as it pays."""
+    engine.switcher.drafts.choice.force = drafting
+
+
+def fail_once(engine: Any, rank: int) -> None:
+    """The next texts cannot be put together on this rank."""
+    drafts = engine.switcher.drafts
+    make = drafts._make
+
+    def failing(texts: Any, rows: Any) -> Any:
+        made = make(texts, rows)
+        if engine.rank == rank:
+            raise MemoryError("no room for texts")
+        return made
+
+    drafts._make = failing
+
+
 def wait_for_texts(engine: Any, wait: bool) -> None:
     """Drafts from the first pass of a tail on, so that short tests have any."""
     kind = type(engine.switcher.drafts)
@@ -114,3 +187,16 @@ def step_by_costs(engine: Any, requests: list[SampleRequest]) -> tuple[int, int,
         return before, after, work.run(engine, PolicyConfig(kind="scheduled", at_iteration=9), requests), drafts.speed
     finally:
         drafts.know(None, engine.pair, adaptive=False)
+
+
+def graphs(engine: Any) -> tuple[list[int], list[int], list[int]]:
+    """Token counts of TP's CUDA graphs: for one token per request, for any lengths, and in pieces."""
+    from vllm.config import CUDAGraphMode
+
+    keys = engine.pair.tp.runner.cudagraph_dispatcher.cudagraph_keys
+    full = keys[CUDAGraphMode.FULL]
+    return (
+        sorted(key.num_tokens for key in full if key.uniform),
+        sorted(key.num_tokens for key in full if not key.uniform),
+        sorted(key.num_tokens for key in keys[CUDAGraphMode.PIECEWISE]),
+    )

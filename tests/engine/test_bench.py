@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.paper import Runner, check_machine
+from benchmarks.paper_merge import merge
+from benchmarks.paper_steps import SETTINGS
 from moebius.rollout.bench import daemon
-from moebius.rollout.bench.results import Results, make_results
+from moebius.rollout.bench.results import Results, make_results, read_results
 from moebius.rollout.cli import app
 from moebius.rollout.demo_assets import make_tiny_model
 
@@ -143,6 +146,37 @@ def test_switch(up: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     # Movers and switches leave experts and requests whole: a sweep of the same engine goes on.
     bench(up, tmp_path, "sweep", "--batches", "2", "--context", "5", "--iterations", "4", "--window", "2")
+
+
+def test_policies(up: Path, tmp_path: Path) -> None:
+    arguments = ["--requests", "9", "--prompt", "12", "--scale", "0.02", "--cap", "60", "--steps", "1"]
+    results = bench(up, tmp_path, "policies", *arguments, "--batches", "1,8", "--contexts", "16", "--iterations", "4")
+    names = ["static_ep", "static_tp", "fixed", "fixed_low", "predictive"]
+    rows = results.series["steps"]
+    assert [row["policy"] for row in rows] == names
+    for row in rows:
+        assert row["measured_s"] > 0 and row["simulated_s"] > 0 and row["iterations"] >= 30
+        assert len(row["switch_live"]) <= (0 if row["policy"].startswith("static") else 1)
+    assert results.results["sim_error_pct"] == pytest.approx(max(abs(row["error_pct"]) for row in rows))
+    assert results.results["output_tokens"] == sum(results.series["lengths"][0])
+
+
+def test_a_part_of_the_papers_script(up: Path, tmp_path: Path) -> None:
+    """Its cheapest part, by the engines that are up, then again (nothing is left), and the file made of it."""
+    setting = SETTINGS[2, "tiny"]
+    folder = tmp_path / setting.name
+    check_machine(setting, folder)
+    (folder / "engine").symlink_to(up)
+    assert Runner(setting, folder, 8.0, keep_up=True).run(1) == 0
+    written = folder / "switch" / "switch.json"
+    before = written.stat().st_mtime_ns
+    assert Runner(setting, folder, 8.0, keep_up=True).run(1) == 0 and written.stat().st_mtime_ns == before
+    results = read_results(merge(setting, folder, tmp_path))
+    figures = {"startup_s", "switch_drained_ms", "switch_live_min_ms", "switch_live_max_ms", "commit_pause_ms"}
+    assert figures <= results.results.keys() and all(results.results[name] > 0 for name in figures)
+    assert not {"reshard_pct_nominal", "memory_overhead_pct", "rollout_steps"} & results.results.keys()
+    assert results.results["switch_live_max_kv_tokens"] > results.results["switch_live_min_kv_tokens"]
+    assert "account_over_static_ep_gb" in results.results and "account_over_static_ep_pct" not in results.results
 
 
 def test_serving(up: Path, tmp_path: Path) -> None:

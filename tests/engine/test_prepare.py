@@ -16,7 +16,7 @@ REQUESTS = work.rich_requests(12)
 @pytest.fixture(scope="module")
 def preparing(models: list[str]) -> Iterator[Fleet]:
     """Two ranks that prepare every switch they expect."""
-    settings = work.config(models[0], enable_prefix_caching=True, prepare="on")
+    settings = work.config(models[0], enable_prefix_caching=True, prepare="on", attention_weights="shared")
     fleet = Fleet(2, work.make_engine, settings)
     yield fleet
     fleet.close()

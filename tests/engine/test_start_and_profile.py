@@ -68,6 +68,7 @@ def test_memory_adds_up(fleet: Fleet) -> None:
         scales = 4096  # bytes at most: the scalars that vLLM keeps beside the projections
         assert 0 <= attention.ep + attention.shared - counted["EP"] < scales
         assert 0 <= attention.tp + attention.shared - counted["TP"] < scales
+        assert attention.tp < scales, "TP's projections are views of EP's in this fleet"
         assert counted["TP"] < counted["EP"]
         assert {"embeddings", "norms", "router"} <= set(account.parameter_bytes)
         assert account.overhead("EP") >= account.expert_spare_bytes + account.kv_spare_bytes + attention.tp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from moebius.engine.types import DraftStats, StepOutcome
 from tests.engine import drafting, work
 from tests.engine.fleet import Fleet
 from tests.engine.test_routed_experts import check as check_routes
+from tests.engine.test_steady import plain_requests
 
 REQUESTS = work.rich_requests(12)  # 24 samples of all kinds of sampling
 ROUTED = work.rich_requests(10, seed=5)  # those that `check_routes` knows
@@ -45,6 +47,7 @@ def routing_fleet(models: list[str]) -> Iterator[Fleet]:
     settings = work.config(models[0], tail=tail, routed_experts=True, async_scheduling=False, max_num_batched_tokens=64)
     fleet = Fleet(2, work.make_engine, settings)
     fleet.call(drafting.wait_for_texts, True)
+    fleet.call(drafting.force, True)  # lengths are adaptive, drafting is not
     yield fleet
     fleet.close()
 
@@ -64,7 +67,7 @@ def drafts_of(outcomes: list[StepOutcome]) -> DraftStats:
 def test_only_tp_has_drafts(drafting_fleet: Fleet, routing_fleet: Fleet) -> None:
     for ep, tp in drafting_fleet.call(drafting.speculation_of_runtimes):
         assert ep == (0, True, 256)
-        assert tp == (WIDTH, False, 256)
+        assert tp == (WIDTH, True, 256), "scheduled ahead while it does not draft"
     for ep, tp in routing_fleet.call(drafting.speculation_of_runtimes):
         assert ep == (0, False, 64)
         assert tp == (WIDTH, False, 32 * (1 + WIDTH)), "all samples with all their drafts fit one iteration"
@@ -114,6 +117,53 @@ def test_whatever_is_drafted(drafting_fleet: Fleet, reference: dict, truth: dict
         assert sum(found.accepted) == 0 and found.drafted > 0 and each == 1
     else:
         assert 1 < each < 1 + WIDTH and 0 < sum(found.accepted) < sum(found.verified)
+
+
+@pytest.mark.parametrize(
+    ("every", "switches"),
+    [(2, work.TP), (3, MID), (8, work.TP), (1, [3, 7, 10, 13, 16])],
+    ids=["every 2nd", "every 3rd", "every 8th", "every one, five switches"],
+)
+def test_between_ahead_and_drafting(drafting_fleet: Fleet, reference: dict, every: int, switches: object) -> None:
+    """With all sorts of sampling, also such as need the tokens that were sampled ahead."""
+    drafting_fleet.call(drafting.set_mode, "siblings")
+    outcomes = drafting_fleet.call(drafting.run_flipping, every, switches, per_rank=work.split(REQUESTS, 2, "skew"))
+    work.assert_same(work.collect(outcomes), reference)
+    found = drafts_of(outcomes)
+    if not isinstance(switches, list):
+        assert found.changes >= 4 and found.ahead > 3 and found.with_drafts > 3
+    if switches is work.TP:  # tokens of a draft behind a stop string have been sampled, too
+        assert 0 <= found.tokens - sum(len(result[0]) for result in reference.values()) < 10
+
+
+def test_between_both_with_requests_that_nobody_reads(drafting_fleet: Fleet, plain_engines: list[Fleet]) -> None:
+    """Iterations ahead in which a front sees no tokens, and drafting in between."""
+    quiet = [replace(r, sampling=r.sampling | {"detokenize": False}) for r in plain_requests()]
+    found = plain_engines[0].call(work.plain_run, quiet)[0]
+    wanted = {key: (*value[:3], None, value[4]) for key, value in found.items()}
+    texts = {request.key: [*request.prompt_token_ids, *found[request.key][0]] for request in quiet}
+    before = drafting_fleet.call(drafting.steady_iterations)[0]
+    for switches in (work.TP, [4, 9, 15, 22, 30]):
+        parts = [(part, texts) for (part,) in work.split(quiet, 2, "skew")]
+        outcomes = drafting_fleet.call(drafting.run_flipping, 5, switches, per_rank=parts)
+        work.assert_same(work.collect(outcomes), wanted)
+        stats = outcomes[0].stats
+        assert sum(i.tokens for i in stats.iterations) == sum(len(value[0]) for value in wanted.values())
+        assert drafts_of(outcomes).with_drafts > 3
+    assert drafting_fleet.call(drafting.steady_iterations)[0] > before + 10
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_drafting_begins_only_if_guesses_come_true(
+    drafting_fleet: Fleet, reference: dict, truth: dict, kind: str
+) -> None:
+    outcomes = drafting_fleet.call(drafting.run_choosing, kind, truth, per_rank=work.split(REQUESTS, 2, "round"))
+    work.assert_same(work.collect(outcomes), reference)
+    found = drafts_of(outcomes)
+    if kind == "right":
+        assert found.changes == 1 and found.drafted > 0 and found.ahead > WIDTH
+    else:
+        assert found.changes == found.drafted == found.with_drafts == 0 and found.ahead == found.iterations
 
 
 def test_true_drafts_over_several_switches(drafting_fleet: Fleet, reference: dict, truth: dict) -> None:
@@ -189,3 +239,14 @@ def test_lengths_by_measured_costs(drafting_fleet: Fleet, reference: dict) -> No
     assert all(before == after for before, after, *_ in answers)
     assert answers[0][3] == answers[1][3], "ranks would decide differently"
     assert drafts_of(outcomes).plain_s is not None
+
+
+def test_texts_that_cannot_be_put_together_end_drafts_on_all_ranks(routing_fleet: Fleet, reference: dict) -> None:
+    """The last test with these engines: drafts stay off."""
+    routing_fleet.call(drafting.fail_once, 1)
+    for _ in range(2):
+        outcomes = routing_fleet.call(work.run, MID, per_rank=work.split(REQUESTS, 2, "round"))
+        work.assert_same(work.collect(outcomes), reference)
+        found = drafts_of(outcomes)
+        assert found.drafted == 0 and found.ahead == found.iterations > 0
+        assert found.problem is not None and "1 rank(s)" in found.problem

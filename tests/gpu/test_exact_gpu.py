@@ -6,6 +6,7 @@ With one GPU the ranks share it: everything but peer memory (the custom all-redu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module", params=["collective", "direct"])
+@pytest.fixture(scope="module", params=["collective", "direct", "direct, shared attention"])
 def gpu_fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     model: Path = tmp_path_factory.mktemp("gpu") / "model"
     make_tiny_model(model)
@@ -36,7 +37,8 @@ def gpu_fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
         attention_backend="TRITON_ATTN",
         enable_prefix_caching=True,
         custom_all_reduce=not sharing_gpus(2),
-        mover=request.param,
+        mover=request.param.split(",")[0],
+        attention_weights="shared" if "shared" in request.param else "both",
     )
     fleet = Fleet(2, work.make_engine, settings, timeout_s=500)
     yield fleet
@@ -71,3 +73,12 @@ def test_there_and_back(gpu_fleet: Fleet, reference: dict) -> None:
     outcomes = gpu_fleet.call(work.run_alternating, [5, 12, 20], per_rank=work.split(REQUESTS, 2, "skew"))
     work.assert_same(work.collect(outcomes), reference)
     assert [s.to for s in outcomes[0].stats.switches] == ["TP", "EP", "TP"]
+
+
+def test_requests_that_nobody_reads_along(gpu_fleet: Fleet) -> None:
+    """Without text nothing is done for a request until it ends; switches, other fronts and logprobs included."""
+    requests = [replace(r, sampling=r.sampling | {"detokenize": False}) for r in REQUESTS if not r.sampling.get("stop")]
+    want = work.collect(gpu_fleet.call(work.run, work.EP, per_rank=work.split(requests, 2, "skew")))
+    outcomes = gpu_fleet.call(work.run_alternating, [5, 12, 20], per_rank=work.split(requests, 2, "skew"))
+    work.assert_same(work.collect(outcomes), want)
+    assert all(text is None and len(logprobs) == len(tokens) for tokens, _, _, text, logprobs in want.values())

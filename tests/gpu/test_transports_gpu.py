@@ -1,4 +1,7 @@
-"""Weights from another process's GPU memory, and over NCCL: every byte."""
+"""Weights from another process's GPU memory, and over NCCL: every byte.
+
+With one GPU the processes share it, and NCCL goes over sockets (tests/engine/fleet.py).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from moebius.rollout.transports.broadcast import Broadcaster
 from moebius.rollout.transports.ipc import IpcBucket, ipc_buckets
 from moebius.rollout.worker import _calling
-from tests.engine.fleet import Fleet, sharing_gpus
+from tests.engine.fleet import Fleet
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +101,6 @@ def receive(own: Trainer, source: str, args: tuple[Any, ...], round_: int) -> in
     return len(got)
 
 
-@pytest.mark.skipif(sharing_gpus(2), reason="NCCL needs a GPU for each process")
 def test_nccl_brings_every_byte(fleet: Fleet) -> None:
     for round_ in range(ROUNDS):
         fleet.pipes[0].send((offer, (round_,)))

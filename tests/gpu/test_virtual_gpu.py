@@ -380,7 +380,9 @@ def test_times(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     line = fleet.call(times_of_calls)[0]
     with capsys.disabled():
         print("\n" + memory_map.table([line]))
-    assert line["freed_gib"] >= 3.9 and line["restore_total_ms"] > 0
+    assert line["restore_total_ms"] > 0
+    if not sharing_gpus(RANKS):  # else one rank may take memory again while the other gives its own back
+        assert line["freed_gib"] >= 3.9
 
 
 def test_a_killed_rank_takes_its_memory_along() -> None:

@@ -120,6 +120,9 @@ def _update_by_rays_collectives(replicas: RolloutReplicas, model: Path) -> None:
         def spoil(self) -> Any:
             return self.weights.offer({"no.such.weight": __import__("torch").ones(3)})
 
+        def cancel(self) -> None:
+            self.weights.cancel()
+
         def close(self) -> None:
             self.weights.close()
 
@@ -133,6 +136,10 @@ def _update_by_rays_collectives(replicas: RolloutReplicas, model: Path) -> None:
     source, args = ray.get(trainer.spoil.remote())
     with pytest.raises(BadInput, match=r"no\.such\.weight"):
         replicas.pull_update(6, source, args)
+    source, args = ray.get(trainer.offer.remote(str(model), 1.0))
+    with pytest.raises(BadInput, match="at least 5"):
+        replicas.pull_update(4, source, args)  # nobody reads it: given up, it keeps nobody waiting
+    ray.get(trainer.cancel.remote(), timeout=30)
     replicas.pull_update(6, *ray.get(trainer.offer.remote(str(model), 1.0)))
     ray.get(trainer.close.remote())
     ray.kill(trainer)

@@ -16,6 +16,7 @@ from moebius.rollout.batch import Limits, build_requests, to_sample, to_token_id
 from moebius.rollout.config import Place, RolloutConfig
 from moebius.rollout.errors import GroupNotReady, MoebiusError, RankDied
 from moebius.rollout.failure_types import FailureSettings
+from moebius.rollout.group_memory import MemoryReport
 from moebius.rollout.group_weights import UpdateReport
 from moebius.rollout.report import build_report
 from moebius.rollout.types import Sample, Sampling
@@ -112,12 +113,28 @@ class FakeGroup:
     def shutdown(self) -> None:
         self.running, self.closed = False, True
 
+    def reset_prefix_cache(self) -> None:
+        if not self.running:
+            raise RankDied("rank 0 died")
+
+    def sleep(self, tags: Any, keep_weights: bool = False) -> MemoryReport:
+        self.log.append(f"sleep {' '.join(sorted(tags))} {keep_weights}")
+        if not keep_weights:
+            self.problem = "the weights were given back by sleep"
+        return MemoryReport([], 0.1)
+
+    def wake_up(self, tags: Any) -> MemoryReport:
+        self.log.append("wake_up")
+        return MemoryReport([], 0.1)
+
     def begin_update(self, version: int, *, mode: Any = None) -> None:
         self.open_update = version
         self.tensors = []
 
     def pull_tensors(self, source: str, args: Any, *, timeout_s: float) -> None:
-        assert self.open_update is not None and len(args) == RANKS
+        if not self.running or self.open_update is None:
+            raise GroupNotReady("no weight update is open")
+        assert len(args) == RANKS
         if isinstance(self.fail_update, RankDied):
             self.running, self.open_update = False, None
         if self.fail_update is not None:
@@ -125,7 +142,8 @@ class FakeGroup:
         self.log.append(f"pull {args}")
 
     def commit_update(self) -> UpdateReport:
-        assert self.open_update is not None
+        if not self.running or self.open_update is None:
+            raise GroupNotReady("no weight update is open")
         self.policy_version, self.open_update, self.problem = self.open_update, None, None
         return UpdateReport(self.policy_version, "in_place", "x", 8, 0.1)
 

@@ -18,6 +18,7 @@ from moebius.rollout.bench.rank import Capacity, Series
 from moebius.rollout.bench.results import Curve, Picture, Results, make_results
 from moebius.rollout.bench.rollout_trace import RolloutOptions, Run
 from moebius.rollout.bench.sweep import SweepOptions
+from moebius.rollout.bench.switch_numbers import memory_overhead
 
 SETUP = BenchSetup(ranks=2, device="cpu", engine=EngineConfig(model="none"), largest_batch=8)
 
@@ -181,7 +182,12 @@ def test_memory_and_strawmen_and_graphs_numbers(tmp_path: Path) -> None:
     assert found.results["moebius_over_ep_driver_used_gib"] == 4.0
     assert found.results["moebius_over_ep_pct"] == pytest.approx(5.0)
     assert found.results["memory_overhead_pct"] == pytest.approx(100 * 2 / 140)
-    found.write(tmp_path)
+    path = found.write(tmp_path)
+    assert memory_overhead(path) == found.results["memory_overhead_pct"], "as `bench switch --memory-json` reads it"
+    shared = "moebius:attention_weights=shared"
+    both = memory.summarise(SETUP, figures | {shared: parts | {"driver_used": 83.4}}, 140.0, "x").results
+    assert both[f"{shared}_memory_overhead_pct"] == pytest.approx(1.0)
+    assert both["memory_overhead_pct"] == found.results["memory_overhead_pct"]
     measured = {f"{what}_{layout}_s": 2.0 for what in ("restart", "host_copy", "capture") for layout in ("ep", "tp")}
     measured |= {"switch_ms": 100.0, "switch_reshard_ms": 40.0, "return_ms": 50.0, "live_at_switch": 64}
     straw = strawmen.summarise(SETUP, measured, {}, "x")

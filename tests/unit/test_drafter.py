@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from moebius.engine.draft_index import DraftIndex
-from moebius.engine.speculation import TailDrafter, drop_drafts
+from moebius.engine.speculation import DraftPass, TailDrafter
+from moebius.engine.tail_modes import drop_drafts
 
 WIDTH, LONGEST = 4, 64
 
@@ -133,19 +134,95 @@ def test_tally_counts_by_position_and_request() -> None:
     assert tally.verified == [2, 2, 1, 0] and tally.accepted == [2, 2, 0, 0]
     assert (tally.drafted, tally.tokens, tally.rows, tally.with_drafts, tally.iterations) == (6, 8, 4, 1, 2)
     mine = tally.by_request["a"]
-    assert (mine.tokens, mine.drafted, mine.accepted) == (4, 4, 2)
+    assert (mine.drafted, mine.accepted) == (4, 2)
 
 
-def test_speed_by_costs() -> None:
-    """Free drafts that are all right: what took 10 ms for one token takes as long for five."""
+def test_what_an_iteration_was() -> None:
     bench = begun()
     bench.add("a", ROUND)
-    bench.drafter.cost = lambda requests, context, tokens: np.full(len(tokens), 10.0)
-    assert len(bench.propose({"a": 12})[0]) == 4
-    bench.verified = [4]
-    bench.propose({"a": 17}, {"a": 5})
-    tally = bench.drafter.take_tally()
-    assert tally.spent_ms == 10 and tally.plain_ms == 50
+    bench.add("b", ROUND)
+    bench.propose({"a": 12, "b": 14})
+    assert bench.drafter.take_pass() == DraftPass(2, 0, 0.0), "nothing had been drafted for it"
+    bench.verified = [4, 2]
+    bench.propose({"a": 17, "b": 15}, {"a": 5})
+    assert bench.drafter.take_pass() == DraftPass(2, 6, 13.0)
+    assert bench.drafter.take_pass() is None
+
+
+def test_too_many_samples_get_none_and_rows_are_bounded() -> None:
+    bench = begun()
+    for name in "abc":
+        bench.add(name, ROUND)
+    bench.drafter.max_samples = 2
+    assert bench.propose(dict.fromkeys("abc", 12)) == [[], [], []]
+    assert all(bench.propose(dict.fromkeys("ab", 13)))
+    bench.drafter.max_samples, bench.drafter.max_rows = 3, 8
+    assert sum(len(draft) for draft in bench.propose(dict.fromkeys("abc", 14))) == 8 - 3
+
+
+def test_drafts_fill_the_graph_they_run_in() -> None:
+    """The first drafted token pays for 16 rows; those that fit them cost no more."""
+    bench = begun()
+    bench.drafter.cost = lambda requests, context, tokens: 1.0 + 0.1 * tokens
+    bench.drafter.sizes = np.array([8, 16])
+    assert bench.drafter.ms(4, 0.0, 8).tolist() == pytest.approx([1.4, *[1.8] * 4, *[2.6] * 4])
+    assert [bench.drafter.padded(n) for n in (5, 8, 9, 40)] == [8, 8, 16, 40]
+
+
+def probe(bench: Bench, length: int, names: str = "ab") -> tuple[float, float]:
+    requests = [SimpleNamespace(request_id=name, _all_token_ids=bench.texts[name][:length]) for name in names]
+    return bench.drafter.probe(requests)
+
+
+def test_guesses_are_judged_by_what_was_sampled_since() -> None:
+    """A text that goes round is guessed right; one that stops doing so is not."""
+    bench = begun()
+    bench.drafter.cost = lambda requests, context, tokens: np.ones(len(tokens))
+    turned = [*ROUND[:30], *([9] * 34)]
+    for name, text in (("a", ROUND), ("b", ROUND), ("c", turned), ("d", turned)):
+        bench.add(name, text)
+    gain, judged = probe(bench, 15)
+    assert gain > 1 and judged == 0
+    right, judged = probe(bench, 21)
+    assert right > 2 and judged > 4
+    bench.drafter.begin(DraftIndex(1 << 12, bench.drafter.slots), {})
+    probe(bench, 30, "cd")
+    wrong, _ = probe(bench, 36, "cd")
+    assert wrong < right
+
+
+def test_some_requests_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turn; each is judged, and what their drafts would cost is scaled up."""
+    monkeypatch.setattr("moebius.engine.speculation.PROBED", 2)
+    bench = begun(slots=6)
+    seen: list[list[str]] = []
+    tokens: list[list[int]] = []
+
+    def cost(requests: int, context: float, counts: np.ndarray) -> np.ndarray:
+        tokens.append(counts.tolist())
+        return np.ones(len(counts))
+
+    bench.drafter.cost = cost
+    for name in "abcdef":
+        bench.add(name, ROUND)
+    for length in (15, 21, 27, 33):
+        probe(bench, length, "abcdef")
+        seen.append(sorted(bench.drafter._guessed))
+    assert seen == [["a", "b"], ["c", "d"], ["e", "f"], ["a", "b"]]
+    assert tokens[-1] == [6, 9, 12, 15, 18, 21, 24, 27, 30], "three requests for each that was asked"
+    assert bench.drafter.index is not None and set(bench.drafter.index.known.tolist()) == {33}
+
+
+def test_guesses_and_drafts_go_on_from_each_other() -> None:
+    """Tokens that were sampled without drafts are in the index when drafting begins, and the other way round."""
+    bench = begun()
+    bench.drafter.cost = lambda requests, context, tokens: np.ones(len(tokens))
+    bench.add("a", ROUND)
+    probe(bench, 12, "a")
+    assert bench.propose({"a": 16}) == [ROUND[16:20]]
+    probe(bench, 20, "a")
+    assert bench.propose({"a": 22}) == [ROUND[22:26]]
+    assert bench.drafter.index is not None and bench.drafter.index.known[3] == 22
 
 
 @pytest.mark.parametrize("mode", ["ngram", "suffix", "siblings"])

@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
 from moebius.engine.draft_index import DraftIndex
-from moebius.engine.draft_lengths import MARGIN, RETRY, Acceptance, best_lengths, roofline
+from moebius.engine.draft_lengths import MARGIN, RETRY, Acceptance, best_gain, best_lengths, roofline
 from moebius.engine.draft_library import DraftLibrary, scope_of
 from moebius.engine.layout import Layout
 from moebius.engine.outputs import single_tokens
@@ -207,6 +207,45 @@ def test_roofline_counts_experts_that_tokens_choose() -> None:
     ms = roofline(dense=1e9, experts=4, chosen=1, expert_bytes=8e9, kv_bytes_per_token=1e6)
     found = ms(2, 500.0, ints([1, 2, 10_000]))
     assert found == pytest.approx([1 + 2 + 1, 1 + 8 * (1 - 0.75**2) + 1, 1 + 8 + 1])
+    fixed = roofline(dense=1e9, experts=4, chosen=1, expert_bytes=8e9, kv_bytes_per_token=1e6, fixed=3e9)
+    assert fixed(2, 500.0, ints([1, 2, 10_000])) == pytest.approx(found + 3)
+
+
+def test_the_gain_of_the_best_length() -> None:
+    chance, counts, free = np.full((2, 3), 0.5), np.full(2, 3, dtype=np.int32), np.ones(7)
+    assert best_gain(chance, counts, free) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert best_gain(chance, counts, 1.0 + np.arange(7)) == 1
+    assert best_gain(np.zeros((2, 3)), counts, free) == 1
+    assert best_gain(np.zeros((0, 3)), np.zeros(0, dtype=np.int32), free) == 1
+
+
+def test_a_request_of_which_little_is_known_is_taken_to_be_like_the_others() -> None:
+    seen, chance = Acceptance(9), np.full((8, 4), 0.9)
+    for _ in range(3):
+        seen.judge(np.arange(8), chance, np.full(8, 4), np.zeros(8, dtype=np.int64))
+    assert seen.ratio(ints([8]))[0] < 0.15, "nothing was right so far: the ninth is not hoped to be"
+    assert seen.judged == pytest.approx(0.9 * 8 * 3, rel=0.1)
+    before = seen.ratio(ints([8]))[0]
+    seen.fade(3)
+    assert seen.judged == pytest.approx(3) and before < seen.ratio(ints([8]))[0] < 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=2, max_size=6))
+def test_appending_is_extending(parts: list[list[int]]) -> None:
+    """Two sequences that grow in turn."""
+    one, other = DraftIndex(1 << 8, 2), DraftIndex(1 << 8, 2)
+    texts: list[list[int]] = [[], []]
+    table = np.zeros((2, 64), dtype=np.int32)
+    both = ints([0, 1])
+    for a, b in itertools.pairwise(parts):
+        other.append(both, np.array([*a, *b], dtype=np.int32), ints([len(a), len(a) + len(b)]))
+        for row, new in enumerate((a, b)):
+            table[row, len(texts[row]) : len(texts[row]) + len(new)] = new
+            texts[row] += new
+        one.extend(both, table, both, ints([len(text) for text in texts]))
+    for name in ("text", "links", "heads", "last", "known", "clock"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
 # ---- finished samples ---------------------------------------------------------------------------------------------
@@ -244,15 +283,19 @@ def test_seconds_of_a_tail_without_drafts() -> None:
     """Lengths 2, 2 and 5: two iterations of three samples, then three of one."""
     points = [CostPoint(layout=layout, batch=n, context=0, ms=10 * n) for layout in Layout for n in (1, 2, 3)]
     costs = CostModel(ranks=2, points=points)
-    assert plain_seconds(costs, [2, 5, 2, 0]) == pytest.approx((2 * 30 + 3 * 10) / 1e3)
-    assert plain_seconds(costs, []) == 0
+
+    def cost(requests: int, context: float, tokens: np.ndarray) -> np.ndarray:
+        return costs.ms(Layout.TP, tokens, context)
+
+    assert plain_seconds(cost, [2, 5, 2, 0]) == pytest.approx((2 * 30 + 3 * 10) / 1e3)
+    assert plain_seconds(cost, []) == 0
 
 
 # ---- in reports ---------------------------------------------------------------------------------------------------
 
 
 def entry(**changes: object) -> DraftsEntry:
-    stats = DraftStats("siblings", [10, 6], [6, 3], 20, 9, 8, 24, 15, plain_s=4.0)
+    stats = DraftStats("siblings", [10, 6], [6, 3], 20, 9, 7, 24, 15, plain_s=4.0, ahead=2, changes=1)
     results = [
         SampleResult(SampleKey(0, s), [1], None, None, "stop", None, 0, 0, drafted=9, accepted=4) for s in (0, 1)
     ]
@@ -267,10 +310,11 @@ def test_report_entry_and_its_words() -> None:
     assert found.drafted_by_sample == [9, 9] and found.accepted_by_sample == [4, 4]
     assert drafts_words(found) == (
         "drafts (siblings): 1.60 tokens per sample and iteration of the tail; 9 of 20 drafted tokens right; "
-        "by position 60, 50 %; by the costs 1.50 s saved"
+        "by position 60, 50 %; 2 of 9 iterations without; about 1.50 s saved"
     )
-    assert drafts_words(entry(saved_s=-0.25)).endswith("by the costs 0.25 s lost")
-    assert drafts_words(entry(saved_s=None)).endswith("by position 60, 50 %")
+    assert drafts_words(entry(saved_s=-0.25)).endswith("about 0.25 s lost")
+    assert drafts_words(entry(saved_s=None)).endswith("by position 60, 50 %; 2 of 9 iterations without")
+    assert drafts_words(entry(problem="drafts are off")) == "drafts (siblings): drafts are off"
     assert "none verified in 9 iterations" in drafts_words(entry(drafted=0))
     assert drafts_entry(None, [], 1.0) is None
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moebius.engine.types import MemoryChange, UpdateStats
+from moebius.rollout import group_weights, recovery
 from moebius.rollout.backlog import Backlog
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
 from moebius.rollout.failure_types import FailureSettings
@@ -37,12 +40,21 @@ class FakeRanks:
             return [MemoryChange(rank, 100, 90, 0.1) for rank in range(2)]
         return [None, None]
 
+    def submit(self, method: str, args: Any = None) -> dict[Any, int]:
+        self.calls.append(method)
+        return {}
+
+    def gather(self, refs: Any, **how: Any) -> list[Any]:
+        return []
+
     def close(self, *, gently: bool) -> None:
         self.closed = True
 
 
 @pytest.fixture
-def ranks() -> FakeRanks:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
+    fake = SimpleNamespace(put=lambda bucket: bucket, wait=lambda refs, num_returns, timeout: None)
+    monkeypatch.setattr(group_weights, "ray", fake)
     return FakeRanks()
 
 
@@ -58,6 +70,7 @@ def group(ranks: FakeRanks) -> RolloutGroup:
         _asleep=set(),
         _one_call=threading.Lock(),
         _updated=False,
+        _shut_down=False,
     )
     return group
 
@@ -106,6 +119,60 @@ def test_an_update_that_some_ranks_did_not_answer_ends_the_group(
     assert ranks.closed
     with pytest.raises(GroupNotReady, match=r"restart\(\)"):
         group._ready()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "staged"])
+@pytest.mark.parametrize("error", [RankDied("of another group", rank=0), ZeroDivisionError()])
+def test_an_error_of_the_callers_stream_is_no_loss(
+    group: RolloutGroup, ranks: FakeRanks, mode: Any, error: Exception
+) -> None:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        group.update_weights(tensors(), 9, mode=mode)
+    assert raised.value is error and not ranks.closed and group.running
+    if mode == "staged":
+        assert group._ready() is ranks
+    else:
+        with pytest.raises(GroupNotReady, match=f"failed .{type(error).__name__}"):
+            group._ready()
+
+
+@pytest.mark.parametrize("transport", ["pigeon", "ipc"])
+def test_a_transport_that_there_is_not_changes_nothing(
+    group: RolloutGroup, ranks: FakeRanks, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadInput, match="transport"):
+        group.update_weights({"a": torch.ones(2)}, 9, transport=transport)
+    assert not ranks.calls and group._ready() is ranks
+
+
+def test_ranks_that_are_lost_while_an_update_is_given_up_are_replaced(
+    group: RolloutGroup, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update's own error is raised all the same; without replacement, the loss is."""
+    monkeypatch.setattr(recovery, "connect", lambda config: None)
+    fresh = FakeRanks()
+    group.losses = []
+
+    def start() -> None:
+        group._ranks, group._problem = fresh, None  # type: ignore[assignment]
+
+    group._start = start  # type: ignore[method-assign]
+    group.config = SimpleNamespace(ranks=2, update_mode="staged", failures=FailureSettings())  # type: ignore[assignment]
+    ranks.failing = {"pull_update": refused(), "drop_update": RankDied("rank 0 ended", rank=0)}
+    with pytest.raises(BadInput, match="version 9: expected shape"):
+        group.pull_update(9, SOURCE, ARGS)
+    assert ranks.closed and group._ready() is fresh and [loss.why for loss in group.losses] == ["rank 0 ended"]
+    fresh.failing = {"drop_update": RankDied("rank 0 ended", rank=0)}
+    group.config.failures = FailureSettings(on_failure="raise")  # type: ignore[misc]
+    group.begin_update(10)
+    with pytest.raises(RankDied, match="rank 0 ended"):
+        group.drop_update()
+    assert fresh.closed and not group.running
 
 
 def test_an_update_in_parts(group: RolloutGroup, ranks: FakeRanks) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.rollout.backlog import Backlog, PromptGroup, groups_of, homeless_requests
 from moebius.rollout.budget import Budget
-from moebius.rollout.errors import BadInput, MoebiusError
+from moebius.rollout.errors import BadInput, MoebiusError, RankDied
 from moebius.rollout.stream import RolloutStream
 from moebius.rollout.types import Sample
 from moebius.rollout.worker import Progress
@@ -56,7 +56,7 @@ class ScriptedStep:
         self.calls.append("park")
 
     def leave(self, groups: list[PromptGroup]) -> None:
-        self.left = list(groups)
+        self.left += groups
 
 
 def stream_of(step: ScriptedStep, budget: Budget | None = None, **more: Any) -> RolloutStream:
@@ -128,12 +128,15 @@ def test_closing_early() -> None:
 def test_an_error_of_the_caller_ends_the_step_and_a_lost_step_does_not_end_twice() -> None:
     step = ScriptedStep(made(2, 1), [])
 
-    def broken(*now: Any) -> None:
-        raise ZeroDivisionError
+    for error in (ZeroDivisionError(), MoebiusError("of the caller"), RankDied("of another group")):
+        step = ScriptedStep(made(2, 1), [])
 
-    with pytest.raises(ZeroDivisionError):
-        next(stream_of(step, on_progress=broken))
-    assert step.calls == ["abort", "close"]
+        def broken(*now: Any, error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)) as raised:
+            next(stream_of(step, on_progress=broken))
+        assert raised.value is error and step.calls == ["abort", "close"], "the ranks are not lost"
     step = ScriptedStep(made(2, 1), [])
 
     def lost() -> None:
@@ -145,6 +148,50 @@ def test_an_error_of_the_caller_ends_the_step_and_a_lost_step_does_not_end_twice
         next(stream)
     stream.close()
     assert not step.calls
+
+
+@pytest.mark.parametrize("budget", [None, Budget(groups=9), Budget(groups=9, rest="abort")])
+def test_what_earlier_steps_have_left_outlives_a_step_that_breaks_off(budget: Budget | None) -> None:
+    """But for a budget that gives it up."""
+    older, own = made(3, 2, step=2), made(2, 1)
+    older[1].ranks = {0: 1, 1: 0}
+    for group in older:  # numbers that ScriptedStep finds them by
+        group.prompt += 2
+    step = ScriptedStep([*own, *older], [[(0, 0), (2, 0), (2, 1), (3, 0)]])
+
+    def interrupted(*now: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(stream_of(step, budget, on_progress=interrupted))
+    left = {group.prompt: sorted(group.samples) for group in step.left if group.step == 2}
+    if budget is None:
+        assert left == {2: [0, 1], 3: [0], 4: []} and not older[1].ranks, "what had not ended is drawn anew"
+        assert [group.step for group in step.left].count(3) == 0
+    else:
+        assert left == ({2: [0, 1]} if budget.rest == "park" else {}) and step.calls[0] == budget.rest
+
+
+@pytest.mark.parametrize("budget", [None, Budget(groups=9), Budget(groups=9, rest="abort")])
+def test_a_lost_step_leaves_nothing_of_its_own(budget: Budget | None) -> None:
+    """It is repeated: a prompt of its own that had ended would come twice. Those of earlier steps stay."""
+    [older], own = made(1, 1, step=2), made(2, 1)
+    older.prompt = 2
+    step = ScriptedStep([*own, older], [[(0, 0), (2, 0)]])
+    first = step.finished
+
+    def lost() -> None:
+        if not step.script:
+            raise RankDied("rank 1 is gone")
+        first()
+
+    step.finished = step.park = step.close = lost  # type: ignore[method-assign]
+    stream = stream_of(step, budget)
+    stream._advance()
+    with pytest.raises(RankDied):
+        stream.close() if budget else stream._advance()
+    stream.close()
+    assert step.left == [older] and list(stream) == []
 
 
 @pytest.mark.parametrize("wrong", [{}, {"tokens": 0}, {"fraction": 1.1}, {"groups": 0}, {"groups": 1, "rest": "no"}])

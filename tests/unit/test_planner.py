@@ -101,7 +101,7 @@ def test_the_shipped_factors_are_the_fit_of_the_published_sweep() -> None:
     found = fit(measured(), load_model("qwen3-30b-a3b", 2), load_gpu("h200"))
     for name in ("memory", "compute", "row_us", "ep_layer_us", "tp_layer_us", "worst_error"):
         assert getattr(H200, name) == pytest.approx(getattr(found, name), rel=2e-3), name
-    assert found.worst_error < 0.05, "five factors describe twelve measured points"
+    assert found.worst_error < 0.05, "five factors describe thirteen measured points"
 
 
 def test_the_fit_recovers_factors_from_its_own_curves() -> None:
@@ -120,10 +120,10 @@ def test_the_fit_recovers_factors_from_its_own_curves() -> None:
     assert (found.ep_layer_us, found.tp_layer_us) == pytest.approx((80, 60), rel=1e-3)
 
 
-def test_half_of_the_batches_predict_the_other_half() -> None:
+def test_some_of_the_batches_predict_the_others() -> None:
     """The form of the model, not only its fit: batches that were left out are met within 10 %."""
     model, gpu, costs = load_model("qwen3-30b-a3b", 2), load_gpu("h200"), measured()
-    kept = [point for point in costs.points if point.batch in (8, 64, 512)]
+    kept = [point for point in costs.points if point.batch in (8, 128, 1024)]
     found = fit(costs.model_copy(update={"points": kept}), model, gpu)
     for point in costs.points:
         ms = iteration_ms(work(model, gpu, 2, point.layout, point.batch, point.context), found, point.layout)

@@ -104,3 +104,11 @@ def test_off_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     step(SwitchProfiler(ProfileConfig(), 0), [9] * 4, ROLLOUT, switch_at=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_the_trace_and_no_step(tmp_path, caplog):
+    """An error within the step would leave the other ranks waiting."""
+    (tmp_path / "file").write_text("")
+    profiler = SwitchProfiler(ProfileConfig(folder=str(tmp_path / "file"), before=4, after=2), 0)
+    step(profiler, [12, 11, 10, 9, 8, 7, 6], ROLLOUT, switch_at=3)
+    assert "no trace was written to engine.profile.folder" in caplog.text and len(list(tmp_path.iterdir())) == 1

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 
 from moebius.engine import phases
 from moebius.engine.types import Iteration, SampleKey, SampleRequest, SampleResult, StepOutcome, StepStats
-from moebius.rollout import kept, recovery
+from moebius.rollout import group_life, kept, recovery
 from moebius.rollout.backlog import Backlog, PromptGroup, homeless_requests
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
-from moebius.rollout.failure_types import FailureSettings, Loss
+from moebius.rollout.failure_types import FailureSettings, Loss, pause_s
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.kept import Keeper, KeptWriter, read_kept
 from moebius.rollout.marks import Marker, mark_path, read_mark
@@ -73,6 +74,7 @@ class Group(RolloutGroup):
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "connect", lambda config: None)
+    monkeypatch.setattr(recovery, "pause_s", lambda failed: 0.01 * failed)
 
 
 def test_new_ranks_with_the_checkpoint() -> None:
@@ -185,9 +187,52 @@ def test_starts_are_tried_again_and_not_for_ever() -> None:
     assert group.gave_up and not group.running
     group.restart()
     assert not group.gave_up
-    group.refusing = [BadInput("engine.model: no such folder")]
-    with pytest.raises(BadInput, match="no such folder"):
+    group.refusing = [MoebiusError(f"no room {i}; its log is x\n  | y") for i in range(3)]
+    with pytest.raises(RankDied, match=r"max_restarts\), the last start failed: no room 2; call restart\(\)"):
         group.recover(group.ranks[2], DIED, "step 4")
+
+
+def test_what_this_process_finds_wrong_is_final_and_what_ranks_find_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's ValueError is bad input at the first start; later the same settings have started ranks before."""
+    group = Group()
+    group.refusing = [BadInput("ray_address: nobody there")]
+    with pytest.raises(BadInput, match="nobody there"):
+        group.recover(group.ranks[0], DIED, "step 4")
+
+    refused = RankError("rank 0 failed", ValueError("memory is not free yet"), by_all=True)
+    started: list[Any] = []
+
+    def start(config: Any, device: str) -> Any:
+        started.append(config)
+        raise refused
+
+    monkeypatch.setattr(group_life.Ranks, "start", start)
+    fresh: Any = object.__new__(RolloutGroup)
+    fresh.config, fresh.device, fresh.startup = group.config, "cpu", []
+    with pytest.raises(BadInput, match="rank 0 failed"):
+        RolloutGroup._start(fresh)
+    fresh.startup = [object()]
+    with pytest.raises(RankError):
+        RolloutGroup._start(fresh)
+
+    again = Group(max_restarts=3)
+    again.refusing = [refused, refused]
+    assert again.recover(again.ranks[0], DIED, "step 4") is again.ranks[1]
+
+
+def test_a_shutdown_ends_the_pause_before_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "pause_s", lambda failed: 60.0 * failed)
+    group = Group()
+    group.refusing = [MoebiusError("no room")] * 5
+    threading.Timer(0.2, group.shutdown).start()
+    begun = time.monotonic()
+    with pytest.raises(GroupNotReady, match="shut down"):
+        group.recover(group.ranks[0], DIED, "step 4")
+    assert time.monotonic() - begun < 20
+
+
+def test_pauses_grow_and_end() -> None:
+    assert [pause_s(failed) for failed in (0, 1, 2, 3, 9)] == [0, 1, 2, 4, 30]
 
 
 def test_a_group_that_was_shut_down_does_not_come_back() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moebius.engine.types import SampleKey, SampleRequest
-from moebius.rollout import replica_life, replica_weights
+from moebius.rollout import replica_life, replica_weights, shared_step
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, validate
@@ -35,6 +35,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(replica_life, "connect", lambda config: None)
     monkeypatch.setattr(replica_life, "resolve_device", lambda config: "cpu")
     monkeypatch.setattr(replica_weights.ray, "put", lambda bucket: bucket)
+    monkeypatch.setattr(replica_life, "pause_s", lambda failed: 0.02 * failed)
     made: list[RolloutReplicas] = []
 
     def build(replicas: int = 2, **changes: Any) -> RolloutReplicas:
@@ -386,6 +387,32 @@ def test_parked_samples_of_a_lost_replica_are_drawn_anew(make: Make) -> None:
     assert sorted(tokens(first) + tokens(rest)) == expected
 
 
+@pytest.mark.parametrize("end", ["close", "park"])
+def test_ctrl_c_keeps_what_earlier_steps_have_parked(make: Make, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """While a step runs to its end, or while it is parked; the replicas then serve other calls."""
+    lengths = spread([2] + [40] * 11)
+    expected = tokens(make(2).generate(PROMPTS, 2, step=0, lengths=lengths))
+    replicas = make(2)
+    first = replicas.generate(PROMPTS, 2, step=0, lengths=lengths, budget={"groups": 1})
+    step = replicas.open_step(step=1)
+    step.submit(PROMPTS[:3], 1, {"max_tokens": 200})
+
+    def interrupt(*arguments: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    if end == "close":
+        monkeypatch.setattr(shared_step.time, "sleep", interrupt)
+    else:
+        monkeypatch.setattr(replica_life.Task, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(step, end)()
+    own = [key for key in replicas.parked if key.step == 1]
+    assert len(own) == (0 if end == "close" else 3), "a step that was to be parked is parked"
+    rest = replicas.generate([], 1, step=2)
+    assert sorted(tokens(first) + tokens([r for r in rest if r.step == 0])) == expected
+
+
 def test_a_replica_whose_node_is_lost_starts_on_another(make: Make) -> None:
     replicas = make(2)
     before = fake(replicas, 1)
@@ -397,18 +424,57 @@ def test_a_replica_whose_node_is_lost_starts_on_another(make: Make) -> None:
     assert replicas._members[1].node == "node-9"
 
 
+def refusing(group: Any, times: int, error: MoebiusError) -> list[int]:
+    """The next starts of a group fail; the list gets an entry for each attempt."""
+    restart, attempts = group.restart, []  # type: Any, list[int]
+
+    def start() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) <= times:
+            raise error
+        restart()
+
+    group.restart = start
+    return attempts
+
+
 def test_a_replica_that_cannot_come_back(make: Make) -> None:
-    replicas = make(2)
+    replicas = make(2, failures={"max_restarts": 3})
     lost = fake(replicas, 1)
-
-    def refuse() -> None:
-        raise MoebiusError("no room")
-
-    lost.fail_at, lost.restart = 2, refuse
+    attempts = refusing(lost, 99, MoebiusError("no room"))
+    lost.fail_at = 2
     replicas.generate(PROMPTS, 2)
     until(lambda: replicas._members[1].reviving is None)
-    assert replicas.in_service == [0] and "no room" in replicas._members[1].why_not
+    assert replicas.in_service == [0] and "no room" in replicas._members[1].why_not and len(attempts) == 3
     assert len(replicas.generate(PROMPTS, 2)) == 12
+    assert len(attempts) == 3, "nobody tries for ever"
+
+
+@pytest.mark.parametrize("error", [MoebiusError("no room"), BadInput("rank 0: memory is not free yet")])
+def test_a_start_that_fails_is_tried_again(make: Make, error: MoebiusError) -> None:
+    replicas = make(2)
+    attempts = refusing(fake(replicas, 1), 2, error)
+    fake(replicas, 1).fail_at = 2
+    replicas.generate(PROMPTS, 2)
+    until(lambda: replicas.in_service == [0, 1])
+    assert len(attempts) == 3
+
+
+def test_updates_wait_for_an_attempt_and_not_for_the_pauses_between(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_life, "pause_s", lambda failed: 60.0 if failed else 0.0)
+    replicas = make(2)
+    refusing(fake(replicas, 1), 1, MoebiusError("no room"))
+    fake(replicas, 1).fail_at = 2
+    replicas.generate(PROMPTS, 2)
+    begun = time.monotonic()
+    replicas.update_weights(tensors(), 1)
+    assert replicas.in_service == [0] and replicas._members[1].reviving is not None
+    replicas.restart()  # at once, instead of the next attempt
+    assert time.monotonic() - begun < 10 and fake(replicas, 1).running
+    replicas.update_weights(tensors(), 2)
+    assert replicas.in_service == [0, 1]
 
 
 def test_a_shutdown_from_another_thread_ends_the_step(make: Make) -> None:
@@ -529,6 +595,50 @@ def test_a_replica_lost_in_an_update_waits_for_the_next(make: Make) -> None:
     assert len(replicas.generate(PROMPTS, 2)) == 12
     replicas.update_weights(tensors(), 3)
     assert replicas.in_service == [0, 1]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_update_in_parts_goes_on_without_a_replica_that_is_back_by_now(make: Make, told: bool) -> None:
+    replicas = make(2)
+    args: list[Any] = [()] * 4
+    replicas.begin_update(1)
+    replicas.pull_tensors("a:b", args)
+    group = fake(replicas, 1)
+    group.running, group.open_update = False, None  # between two calls
+    if told:
+        replicas.reset_prefix_cache()  # which finds the loss
+        until(lambda: replicas._members[1].reviving is None and group.running)
+    replicas.pull_tensors("a:b", args)
+    assert replicas.commit_update().version == 1
+    until(lambda: replicas._members[1].reviving is None)
+    assert group.policy_version == 0 and replicas.in_service == [0] and group.running
+    replicas.update_weights(tensors(), 2)
+    assert replicas.in_service == [0, 1]
+
+
+def test_an_update_in_parts_whose_replicas_are_all_lost(make: Make) -> None:
+    replicas = make(1)
+    replicas.begin_update(1)
+    fake(replicas, 0).running, fake(replicas, 0).open_update = False, None
+    replicas._revive_lost()
+    until(lambda: replicas._members[0].reviving is None)
+    with pytest.raises(GroupNotReady, match="are all lost: send it again"):
+        replicas.pull_tensors("a:b", [()] * 2)
+    replicas.update_weights(tensors(), 1)
+    assert replicas.in_service == [0]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_replica_that_comes_back_sleeps_as_the_others_do(make: Make, keep: bool) -> None:
+    replicas = make(2)
+    replicas.sleep(keep_weights=keep)
+    fake(replicas, 1).running = False
+    replicas.reset_prefix_cache()
+    until(lambda: replicas._members[1].reviving is None and fake(replicas, 1).running)
+    assert fake(replicas, 1).log == [f"sleep kv_cache weights {keep}", "restart", f"sleep kv_cache weights {keep}"]
+    replicas.wake_up()
+    assert fake(replicas, 1).log[-1] == "wake_up"
+    assert (fake(replicas, 1).problem is None) == keep, "kept weights are whole"
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -14,7 +14,7 @@ from moebius.engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 OURS = {"BadInput", "MoebiusError", "GroupNotReady", "RankDied", "IncompleteStep"}
-OURS |= {"PatchError", "RuntimeBuildError", "StartupError"}  # of the engine, at its start
+OURS |= {"PatchError", "RuntimeBuildError", "StartupError", "AttentionError"}  # of the engine, at its start
 LENGTH = 40  # characters of a message that are looked for: its longest fixed part, up to a whole word
 
 

@@ -56,7 +56,7 @@ def test_a_member_without_the_secret_gets_nothing() -> None:
     sender = Broadcaster(1, "gloo", timeout_s=20)
     _, [args] = sender.offer({"a": torch.ones(4)})
     host, port, secret, *rest = args
-    assert secret not in str(sender._server.list_keys())
+    assert secret not in str(sender._link.server.list_keys())
     found: list[Any] = []
 
     def intrude() -> None:
@@ -81,7 +81,7 @@ def test_what_somebody_else_writes_into_the_store_is_refused() -> None:
         assert name == "a" and tensor.sum() == 4
         sender.wait()
         store = dist.TCPStore(args[0], args[1], is_master=False, timeout=timedelta(seconds=5))
-        store.set(f"{args[-1]}/1", '{"nbytes": 4, "entries": []}')
+        store.set(f"{args[-1]}/2", '{"nbytes": 4, "entries": []}')
         with pytest.raises(ValueError, match="not written with its secret"):
             next(stream)
 

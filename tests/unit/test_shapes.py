@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moebius.engine.capture import capture_sizes, tp_batched_tokens
+from moebius.engine.capture import capture_sizes, draft_rows, draft_sizes, tp_batched_tokens
 from moebius.engine.config import EngineConfig, PolicyConfig, TailConfig
 from moebius.engine.layout import Layout, ModelShape, ShardMap
 from moebius.rollout.checkpoint import check_model
@@ -90,20 +90,31 @@ def test_sizes_follow_the_policy():
     assert capture_sizes(Layout.TP, engine(threshold=0)) == [1]
 
 
-def test_drafts_make_multiples_for_tp_only():
-    """Every batch with all its drafts has a graph of its own size, and one without drafts is rounded up by little."""
+def test_drafts_add_few_sizes_to_tp_only():
+    """Batches without drafts have the graphs of an engine without drafts; the others a few, however many may run."""
     tail = TailConfig(speculation="ngram", draft_tokens=4)
-    plain = EngineConfig(model="m", max_num_seqs=256, policy=PolicyConfig(threshold=64))
+    plain = EngineConfig(model="m", max_num_seqs=1024, policy=PolicyConfig(threshold=64))
     config = plain.model_copy(update={"tail": tail})
-    assert capture_sizes(Layout.EP, config) == capture_sizes(Layout.EP, plain)
-    batches, sizes = capture_sizes(Layout.TP, plain), capture_sizes(Layout.TP, config)
-    assert all(size % 5 == 0 for size in sizes)
-    assert {5 * batch for batch in batches} <= set(sizes) and max(sizes) == 5 * max(batches)
-    for batch in batches:
-        assert min(size for size in sizes if size >= batch) - batch < 5
+    for layout in Layout:
+        assert capture_sizes(layout, config) == capture_sizes(layout, plain)
+    assert draft_sizes(plain) == [] and draft_rows(plain) == 0
+    sizes = draft_sizes(config)
+    assert draft_rows(config) == sizes[-1] == 5 * 128 and len(sizes) <= 24
+    assert sizes == sorted(set(sizes)) and all(b - a <= max(8, a / 3) for a, b in itertools.pairwise(sizes))
+    long = config.model_copy(update={"tail": TailConfig(speculation="ngram", draft_tokens=32)})
+    assert draft_sizes(long)[-1] == 768, "memory of logits is bounded whatever the drafts' length"
+    few = config.model_copy(update={"max_num_seqs": 8})
+    assert draft_sizes(few) == [8, 16, 24, 32, 40]
+
+
+def test_an_iteration_has_room_for_drafts():
+    tail = TailConfig(speculation="ngram", draft_tokens=4)
+    config = EngineConfig(model="m", max_num_seqs=256, tail=tail)
     tight = config.model_copy(update={"max_num_batched_tokens": 512})
-    assert tp_batched_tokens(tight) == 5 * 256 and tp_batched_tokens(config) is None
-    assert tp_batched_tokens(plain.model_copy(update={"max_num_batched_tokens": 512})) == 512
+    assert tp_batched_tokens(tight) == 5 * 128 and tp_batched_tokens(config) is None
+    assert tp_batched_tokens(tight.model_copy(update={"tail": TailConfig()})) == 512
+    with pytest.raises(ValueError, match="leaves no room for drafts"):
+        TailConfig(max_rows=64, max_samples=64)
 
 
 def test_speculation_off_as_yaml_reads_it():

@@ -20,7 +20,9 @@ from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import IncompleteStep, RankDied
 from moebius.rollout.failure_types import FailureSettings, Loss
 from moebius.rollout.open_step import OpenStep
+from moebius.rollout.stream import RolloutStream
 from moebius.rollout.suspicion import Suspicion
+from moebius.rollout.worker import Progress
 
 
 def test_one_loss_blames_nobody_and_being_alone_at_the_second_does() -> None:
@@ -106,6 +108,8 @@ class World:
         self.backlog, self.has_tokenizer, self.policy_version = Backlog(), False, 3
         self.report: Any = None
         self.hang = False
+        self.interrupted: list[str] = []
+        self.parked_at_the_end: list[SampleKey] = []
         self.silent_s = 60.0
         self.new()
 
@@ -129,6 +133,11 @@ class World:
     def step_closed(self) -> None:
         pass
 
+    def interrupt(self, ranks: Any, refs: Any, what: str, why: BaseException) -> list[StepOutcome]:
+        self.interrupted.append(what)
+        of_ranks = [[], self.parked_at_the_end]
+        return [StepOutcome([], StepStats(rank=r, world_size=2), parked=of_ranks[r]) for r in range(2)]
+
     def report_step(self, outcomes: list[StepOutcome], step: int, ids: Any, losses: list[Loss]) -> None:
         self.report = [result for outcome in outcomes for result in outcome.results]
 
@@ -138,7 +147,7 @@ class World:
 
     def gather(self, refs: Any, *, what: str, on_poll: Any, timeout_s: float | None = None) -> list[StepOutcome]:
         while not all(handle.closed for handle in self.handles) or any(handle.live for handle in self.handles):
-            on_poll([])
+            on_poll([Progress()] * self.size)
         return [StepOutcome([], StepStats(rank=r, world_size=self.size)) for r in range(self.size)]
 
     def call(self, method: str, args: Any, **how: Any) -> list[list[SampleResult]]:
@@ -212,6 +221,77 @@ def test_a_step_that_hangs_is_a_loss_that_is_replayed() -> None:
     assert len(step.close()) == 3
     [loss] = world.losses
     assert "did not end within 0.05 s" in loss.why and loss.rank is None and loss.replayed == 3
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RankDied("of another group"), KeyboardInterrupt()])
+def test_what_the_caller_raises_is_no_loss_and_parked_samples_are_kept(error: BaseException) -> None:
+    """`on_progress` breaks a step off that goes on with samples of an earlier one: one of them is parked again."""
+    world = World(set(), 2, random.Random(0), phases.PREFILL)
+    world.hang = True
+    own = [SampleRequest(SampleKey(0, 0, 5), [0], {}, 0)]
+    older = [SampleRequest(SampleKey(p, 0, 4), [p], {}, p) for p in range(2)]
+    groups = [*groups_of(older, [[0], [1]], 4, 0), *groups_of(own, [[0]], 5, 0)]
+    ranks_of = {request.key: 0 for request in [*own, *older]}
+    world.handles[0].live += [*own, *older]
+    step = OpenStep(world, world, 0, 5, {}, groups, ranks_of, whole=True, replays=True)
+    world.parked_at_the_end = [older[1].key]
+
+    def broken(*now: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        step.run(broken)
+    assert raised.value is error and not world.losses and world.interrupted == ["step 5"]
+    kept = {(group.step, group.prompt): group.ranks for group in world.backlog.take()}
+    assert kept == {(4, 0): {}, (4, 1): {0: 1}}, "the first is drawn anew, the second is with rank 1"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_ctrl_c_while_a_step_is_parked(kept: bool) -> None:
+    """What was to be kept is kept, wherever it is."""
+    world = World(set(), 2, random.Random(0), phases.PREFILL)
+    world.hang = True
+    step = opened(world, 1, 2, whole=False)
+    world.parked_at_the_end = [SampleKey(0, 1, 5)] if kept else []
+
+    def interrupt(*arguments: Any, **how: Any) -> Any:
+        raise KeyboardInterrupt
+
+    world.gather = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        step.park()
+    [group] = world.backlog.take()
+    assert (group.step, len(group.missing)) == (5, 2) and group.ranks == ({1: 1} if kept else {})
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_rollout_of_an_earlier_step_comes_once_though_the_step_is_lost(taken: int) -> None:
+    """One that the stream has given out is not given out by the next step, too; one that it has not is."""
+    world = World(set(), 2, random.Random(0), phases.PREFILL)
+    own = [SampleRequest(SampleKey(0, 0, 5), [0], {}, 0)]
+    older = [SampleRequest(SampleKey(p, 0, 4), [p], {}, p) for p in range(3)]
+    groups = [*groups_of(older, [[0], [1], [2]], 4, 0), *groups_of(own, [[0]], 5, 0)]
+    answers = [[[result_of(older[0], 0), result_of(older[1], 0)], []]]
+
+    def die(*arguments: Any, **how: Any) -> Any:
+        if answers:
+            return answers.pop()
+        raise RankDied("rank 0 ended", rank=0)
+
+    def give_up(ranks: Any, error: RankDied, during: str) -> World:
+        raise error
+
+    world.call, world.recover = die, give_up  # type: ignore[method-assign]
+    step = OpenStep(world, world, 0, 5, {}, groups, {r.key: 0 for r in [*own, *older]}, replays=True)
+    step.progress = lambda: [Progress()]  # type: ignore[method-assign]
+    stream = RolloutStream(step, [], None, None, None)
+    given = [next(stream).prompt_index for _ in range(taken)]
+    with pytest.raises(RankDied):
+        stream._advance()
+    stream.close()
+    assert given == list(range(taken))
+    assert [group.prompt for group in world.backlog.take_complete()] == [0, 1, 2][taken:2]
+    assert [group.prompt for group in world.backlog.take()] == [2]
 
 
 def test_a_group_that_cannot_come_back_ends_the_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -68,6 +69,45 @@ def test_a_trainer_that_fails_says_so_to_the_ranks_and_can_go_on() -> None:
             sender.wait()
         [got] = received(sender.offer(TENSORS))
         assert isinstance(got, dict) and len(got) == len(TENSORS)
+
+
+def test_an_offer_that_nobody_reads_is_given_up_at_once_and_the_next_one_arrives() -> None:
+    """As when `pull_update` was refused: its ranks never asked."""
+    begun = time.monotonic()
+
+    def update() -> None:
+        with Broadcaster(1, "gloo", timeout_s=600) as sender:
+            sender.offer(TENSORS)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        update()
+    with Broadcaster(2, "gloo", timeout_s=600) as sender:
+        _, args = sender.offer(TENSORS)
+        alone: list[Any] = []
+        reader = threading.Thread(target=lambda: alone.append(received((broadcast.SOURCE, args[:1]))))  # the other died
+        reader.start()
+        time.sleep(0.1)
+        sender.cancel()
+        reader.join(20)
+        assert isinstance(alone[0][0], Exception), "who reads is not left waiting"
+        sender.cancel()
+        for got in received(sender.offer(TENSORS)):
+            assert isinstance(got, dict) and len(got) == len(TENSORS)
+    assert time.monotonic() - begun < 30
+
+
+def test_a_rank_that_was_started_again_joins_again_and_nothing_piles_up() -> None:
+    with Broadcaster(2, "gloo", timeout_s=60) as sender:
+        kept = []
+        for round_ in range(4):
+            if round_ == 2:
+                broadcast._members.pop(next(key for key in broadcast._members if key[1] == 1))
+            offer = sender.offer(TENSORS)
+            assert all(isinstance(got, dict) and len(got) == len(TENSORS) for got in received(offer))
+            sender.wait()
+            kept.append(len([key for key in sender._link.server.list_keys() if "group" not in key]))
+        assert len(set(kept)) == 1 and sender._link._generation == 2
 
 
 def test_files(tmp_path: Any) -> None:

@@ -136,3 +136,9 @@ def test_trace_files_that_are_wrong(tmp_path, text, words):
         LengthTrace.load(path)
     with pytest.raises(BadInput, match="cannot be read"):
         LengthTrace.load(tmp_path / "missing.json")
+
+
+def test_stop_texts_need_text() -> None:
+    with pytest.raises(BadInput, match="leave detokenize on"):
+        Sampling.parse({"stop": ["END"], "detokenize": False})
+    assert Sampling.parse({"stop_token_ids": [4], "detokenize": False}).engine_fields()["detokenize"] is False

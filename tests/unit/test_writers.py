@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from moebius.rollout import report_writers
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import BadInput, validate
 from moebius.rollout.job_metrics import JobMetrics
+from moebius.rollout.report_types import StepReport
 from moebius.rollout.report_writers import ReportSettings, figures, open_writers
 from tests.unit.reports import step_report
 
@@ -49,15 +52,88 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_wandb_that_cannot_begin_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does where nobody is logged in; another writer that has been opened is closed."""
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**settings: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    closed: list[str] = []
+    other = SimpleNamespace(close=lambda: closed.append("tensorboard"))
+    monkeypatch.setitem(report_writers._MAKERS, "tensorboard", lambda settings, folder: other)
+    words = r"wandb could not begin run 'a run' .*\(UsageError: No API key configured. Use .*WANDB_MODE=offline"
+    with pytest.raises(BadInput, match=words):
+        open_writers(ReportSettings(writers=["tensorboard", "wandb"], name="a run"), tmp_path)
+    assert closed == ["tensorboard"]
+
+
+def test_tensorboard_without_a_folder_to_write_to(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").write_text("")
+    with pytest.raises(BadInput, match="tensorboard cannot write to"):
+        open_writers(ReportSettings(writers=["tensorboard"]), tmp_path)
+
+
+def spans_of(reports: list[StepReport], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    exporter = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    from moebius.rollout import report_spans
+
+    monkeypatch.setattr(report_spans, "_exporter", lambda: exporter)
+    with open_writers(ReportSettings(writers=["otel"], name="a run"), tmp_path) as writers:
+        for report in reports:
+            writers.write(report, {"reward": 0.5})
+    return list(exporter.get_finished_spans())
+
+
+def test_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Burst 0-2 s, switch 2-2.5 s, tail 2.5-4.5 s, and the update that ended a second before."""
+    report = step_report(3, switch_at=2)
+    report = report.model_copy(update={"began_at": 1000.0, "update_weights_s": 2.0, "update_ended_at": 999.0})
+    spans = {span.name: span for span in spans_of([report], tmp_path, monkeypatch)}
+    seconds = {name: (span.start_time / 1e9, span.end_time / 1e9) for name, span in spans.items()}
+    assert seconds == {
+        "weight update": (997, 999), "rollout step": (1000, 1004.5), "burst": (1000, 1002),
+        "switch to TP": (1002, 1002.5), "kv": (1002, 1002.5), "tail": (1002.5, 1004.5),
+    }  # fmt: skip
+    step, switch = spans["rollout step"], spans["switch to TP"]
+    assert step.parent is None and spans["weight update"].parent is None
+    for name, parent in {"burst": step, "tail": step, "switch to TP": step, "kv": switch}.items():
+        assert spans[name].parent.span_id == parent.context.span_id
+    assert step.attributes["moebius.reward"] == 0.5 and step.attributes["moebius.run"] == "a run"
+    assert step.attributes["moebius.output_tokens"] == report.counts.output_tokens
+    assert spans["burst"].attributes["moebius.iterations"] == spans["tail"].attributes["moebius.iterations"] == 2
+    assert step.resource.attributes["service.name"] == "moebius-rollout"
+
+
+def test_spans_of_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.unit.test_report_lanes import shared
+
+    report = shared()
+    spans = spans_of([report], tmp_path, monkeypatch)
+    lanes = [lane for lane in report.lanes if lane.durations_s is not None]
+    names = [span.name for span in spans]
+    assert names.count("rollout step") == 1 and names.count("burst") >= len(lanes) > 1
+    step = next(span for span in spans if span.name == "rollout step")
+    for lane in lanes:
+        span = next(span for span in spans if span.name == f"replica {lane.replica}")
+        assert span.parent.span_id == step.context.span_id
+        assert (span.start_time - step.start_time) / 1e9 == pytest.approx(lane.began_s, abs=1e-3)
+        assert (span.end_time - span.start_time) / 1e9 == pytest.approx(lane.durations_s.total, abs=1e-3)
+    assert sum(name.startswith("switch to") for name in names) == len(report.switches)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "otel"])
 def test_a_writer_that_is_not_installed(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(module: str, *arguments: Any, **more: Any) -> Any:
-        if module.partition(".")[0] == name:
+        if module.partition(".")[0] == {"otel": "opentelemetry"}.get(name, name):
             raise ImportError(f"No module named {name!r}")
         return real(module, *arguments, **more)
 
+    monkeypatch.delitem(sys.modules, "moebius.rollout.report_spans", raising=False)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(BadInput, match=rf"{name} is not installed .*pip install -e '\.\[{name}\]'"):
         open_writers(ReportSettings(writers=[name]), tmp_path)

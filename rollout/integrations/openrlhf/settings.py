@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from moebius.engine.config import EngineConfig, PolicyConfig
+from moebius.engine.config import EngineConfig
 from moebius.rollout.config import Place, RolloutConfig
 from moebius.rollout.errors import BadInput, validate
 from moebius.rollout.integrations.memory import kv_bytes
-from moebius.rollout.service_types import ServiceSettings
+from moebius.rollout.integrations.settings import TrainerSettings
 from moebius.rollout.types import Sampling
 
 if TYPE_CHECKING:
@@ -33,25 +32,11 @@ _FROM_OPENRLHF = {
 }
 
 
-class OpenRlhfSettings(BaseModel):
+class OpenRlhfSettings(TrainerSettings):
     """The options `--moebius.*`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    policy: PolicyConfig = Field(PolicyConfig(), description="When to switch; docs/policies.md.")
-    engine: dict[str, Any] = Field(
-        default_factory=dict, description="Other settings of the engine, e.g. kv_cache_bytes, max_num_seqs, dtype."
-    )
-    service: ServiceSettings = Field(ServiceSettings(), description="How steps open and close; docs/serving.md.")
-    startup_timeout_s: float = Field(1800, gt=0, description="Longest wait for all ranks to be ready, in seconds.")
-
-    @field_validator("engine")
-    @classmethod
-    def _not_openrlhfs(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
-            if key in _FROM_OPENRLHF:
-                raise ValueError(f"{key} follows from OpenRLHF's options: set {_FROM_OPENRLHF[key]} instead")
-        return value
+    trainer = "OpenRLHF's options"
+    follows = _FROM_OPENRLHF
 
 
 def split_options(argv: Sequence[str]) -> tuple[OpenRlhfSettings, list[str]]:

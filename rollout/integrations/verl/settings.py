@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 
-from moebius.engine.config import EngineConfig, PolicyConfig
+from moebius.engine.config import EngineConfig
 from moebius.rollout.config import Place, RolloutConfig
 from moebius.rollout.errors import BadInput, validate
 from moebius.rollout.integrations import memory
-from moebius.rollout.service_types import ServiceSettings
+from moebius.rollout.integrations.settings import TrainerSettings
 from moebius.rollout.types import Sampling
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.moebius"
@@ -34,29 +34,16 @@ _FROM_VERL = {
 }
 
 
-class VerlSettings(BaseModel):
+class VerlSettings(TrainerSettings):
     """What stands under `actor_rollout_ref.rollout.engine_kwargs.moebius`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    trainer = "verl's settings"
+    follows = _FROM_VERL
 
-    policy: PolicyConfig = Field(PolicyConfig(), description="When to switch; docs/policies.md.")
-    engine: dict[str, Any] = Field(
-        default_factory=dict, description="Other settings of the engine, e.g. kv_cache_bytes, mover."
-    )
-    service: ServiceSettings = Field(ServiceSettings(), description="How steps open and close; docs/serving.md.")
     announce: bool = Field(True, description="Let the agent-loop manager say how many trajectories a step has.")
-    startup_timeout_s: float = Field(1800, gt=0, description="Longest wait for all ranks to be ready, in seconds.")
     calls: str | None = Field(
         None, description="File that every call of the trainer is written to, as JSON lines. For debugging: slow."
     )
-
-    @field_validator("engine")
-    @classmethod
-    def _not_verls(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
-            if key in _FROM_VERL:
-                raise ValueError(f"{key} follows from verl's settings: set {_FROM_VERL[key]} instead")
-        return value
 
 
 def read_settings(rollout: Any) -> VerlSettings:
@@ -201,6 +188,7 @@ def sampling_of(params: Mapping[str, Any], prompt_tokens: int, rollout: Any, lim
     fields: dict[str, Any] = {
         "repetition_penalty": rollout.repetition_penalty,
         "ignore_eos": rollout.ignore_eos,
+        "detokenize": bool(params.get("stop")),  # verl takes token ids and makes its own text
         "max_tokens": max(1, min(int(most), room)),
         # verl sends a bool: whether the sampled tokens' logprobs are wanted.
         "logprobs": (0 if wants is True else wants) if wants not in (False, None) else None,

@@ -1,0 +1,178 @@
+"""Time from kernel to kernel in a CUDA graph, by what kind of memory the process has mapped. Needs two GPUs.
+
+    python -m benchmarks.kernel_gaps --gib 30 --out docs/benchmarks/kernel_gaps_x2.json
+
+Every case runs in processes of its own, one per GPU: it maps its memory, captures a graph of small kernels that use
+other memory (torch's), and times the graph. The kernels are the same; what differs is what the driver does between
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from moebius.kernels.cuda_calls import driver
+from moebius.kernels.cuda_memory import MemoryCalls
+from moebius.kernels.direct import DirectMover
+from moebius.kernels.experts import Copy2d, copy_2d
+from moebius.kernels.peers import PeerMap, gather_of
+from moebius.kernels.signals import Signals
+from moebius.kernels.virtual import VirtualMemory
+from moebius.kernels.virtual_peers import VirtualPeers
+from moebius.rollout.bench.results import make_results
+
+KERNELS, REPLAYS, ROUNDS = 1000, 20, 5
+CASES = {
+    "nothing": "no memory beside torch's",
+    "plain": "cudaMalloc",
+    "plain_ipc": "cudaMalloc, mapped by the other process through CUDA IPC",
+    "virtual_private": "virtual memory that cannot be exported",
+    "virtual": "virtual memory that could be exported as file descriptors",
+    "virtual_shared": "the same, mapped by the other process",
+    "virtual_unshared": "the same, after the other process has unmapped it",
+    "virtual_imports_only": "rank 0: maps memory of rank 1, which maps none of rank 0's",
+    "nccl": "an all-reduce of NCCL beforehand",
+    "flags_kernel": "flags in peers' memory, raised and waited for by a kernel",
+    "flags_stream": "the same by operations of the stream",
+    "mover_kernel": "the direct mover over shared virtual memory, flags by a kernel",
+    "mover_stream": "the same, flags by operations of the stream",
+    "peer_copy": "shared virtual memory, and a pitched copy to the peer by a copy engine",
+}
+
+
+class _Private(MemoryCalls):
+    """Virtual memory without handles for other processes."""
+
+    def _properties(self) -> Any:
+        properties = super()._properties()
+        properties.requestedHandleTypes = driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+        return properties
+
+
+def _microseconds_per_kernel() -> float:
+    numbers = torch.zeros(4096, device="cuda")
+    numbers.add_(1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(KERNELS):
+            numbers.add_(1)
+    graph.replay()
+    found = []
+    for _ in range(ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(1e3 * begin.elapsed_time(end) / (REPLAYS * KERNELS))
+    return statistics.median(found)
+
+
+def _map(case: str, rank: int, nbytes: int) -> list[Any]:
+    """Map what the case asks for; what is returned keeps it."""
+    device = torch.device("cuda", rank)
+    if case == "nothing":
+        return []
+    if case == "nccl":
+        group = dist.new_group(backend="nccl")
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+        torch.cuda.synchronize()
+        return [group]
+    if case.startswith("flags"):
+        flags = Signals.connect(dist.group.WORLD, device, "kernel" if case.endswith("kernel") else "stream")
+        flags.barrier()
+        flags.wait_on_host(30)
+        return [flags]
+    if case.startswith("plain"):
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return [tensor, PeerMap.open(tensor, dist.group.WORLD)] if case == "plain_ipc" else [tensor]
+    chunks = [512 << 20] * (nbytes // (512 << 20))
+    calls = _Private(rank) if case == "virtual_private" else MemoryCalls(rank)
+    memory = VirtualMemory(chunks, device, calls)
+    kept: list[Any] = [memory, memory.as_tensor()]
+    if case.startswith("mover"):
+        how: Any = case.removeprefix("mover_")
+        kept.append(DirectMover.connect(memory, dist.group.WORLD, signals=how))
+        return kept
+    if case == "peer_copy":
+        peers = VirtualPeers.open(memory, rank, gather_of(dist.group.WORLD))
+        peer = peers.addresses[(rank + 1) % dist.get_world_size()]
+        copy_2d(Copy2d(1 - rank, peer, 2048, memory.address + (1 << 30), 4096, 2048, 1024), torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        dist.barrier()
+        return [*kept, peers]
+    if case in ("virtual_shared", "virtual_unshared", "virtual_imports_only"):
+        peers = VirtualPeers.open(memory, rank, gather_of(dist.group.WORLD))
+        kept.append(peers)
+        if case == "virtual_unshared" or (case == "virtual_imports_only" and rank == 1):
+            peers.unmap()
+        dist.barrier()
+    return kept
+
+
+def _run(rank: int, ranks: int, port: int, case: str, nbytes: int, queue: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo")
+    kept = _map(case, rank, nbytes)
+    dist.barrier()
+    queue.put((rank, _microseconds_per_kernel()))
+    dist.barrier()
+    del kept
+    os._exit(0)  # the process takes its memory along
+
+
+def measure(case: str, ranks: int, nbytes: int) -> dict[int, float]:
+    """Microseconds per kernel by rank."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=_run, args=(r, ranks, port, case, nbytes, queue)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        return dict(sorted(queue.get(timeout=90) for _ in processes))
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=int, default=30, help="memory per rank")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    numbers: dict[str, float] = {}
+    for case in options.cases.split(","):
+        for rank, microseconds in measure(case, options.ranks, options.gib << 30).items():
+            numbers[f"{case}_rank{rank}_us"] = microseconds
+            print(f"{case:24s} rank {rank} {microseconds:7.3f} us per kernel", flush=True)
+    results = make_results(
+        options.out.stem,
+        command=f"python -m benchmarks.kernel_gaps --gib {options.gib} --out {options.out.name}",
+        options={"gib": options.gib, "ranks": options.ranks, "kernels": KERNELS, "cases": CASES},
+        results=numbers,
+    )
+    results.write(options.out.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""TRL's GRPOTrainer in server mode against `moebius serve` on one host: weights go packed over NCCL.
+
+    PYTHONPATH=.venv/trl python -m benchmarks.trl_gpu --out runs/trl_x2
+    PYTHONPATH=.venv/trl python -m benchmarks.trl_gpu --out runs/trl_cpu --device cpu     # gloo; shows that it works
+
+The server's ranks take the first two GPUs. The trainer takes the third; where there is none, it shares GPU 0 with a
+rank: NCCL refuses that unless the two seem to be on different hosts (NCCL_HOSTID), and then goes over sockets, so that
+seconds of updates say nothing about NVLink there. Writes trl_x2.json, and beside it both sides' logs and step reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from moebius.rollout.bench.results import make_results
+from moebius.rollout.demo_assets import make_tiny_model, math_reward
+from moebius.rollout.report_types import StepReport
+
+ROOT = Path(__file__).parents[1]
+STEPS, PROMPTS, N = 3, 16, 8
+STOPS = list(range(300, 308))  # tokens that end a sample, besides the model's own: the random model hardly ever does
+SHOWN = {
+    "|dlogp| mean": "sampling/sampling_logp_difference/mean",
+    "|dlogp| max": "sampling/sampling_logp_difference/max",
+    "entropy": "entropy",
+    "grad norm": "grad_norm",
+    "step s": "step_time",
+    "weights s": "update_s",
+    "weights GB": "update_gb",
+}
+
+
+# ---- the trainer: a process of its own ------------------------------------------------------------------------------
+
+
+def train(model: str, url: str, out: Path, device: str) -> None:
+    """TRL's own trainer and client; only what it does is timed. Writes out/trainer.json."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    if device == "cpu":
+        _gloo_in_place_of_nccl()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        group_port = probe.getsockname()[1]
+    questions = [(i, 3 * i + 1) for i in range(PROMPTS * STEPS)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)} for a, b in questions
+    ]
+    config = GRPOConfig(
+        output_dir=str(out / "trainer"),
+        per_device_train_batch_size=PROMPTS * N,
+        num_generations=N,
+        max_completion_length=96 if device == "cpu" else 256,
+        generation_kwargs={"stop_token_ids": STOPS},
+        max_steps=STEPS,
+        learning_rate=1e-4,
+        beta=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=device == "cpu",
+        bf16=device == "cuda",
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32" if device == "cpu" else "bfloat16"},
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=url,
+        vllm_server_timeout=60,
+        vllm_group_port=group_port,
+    )
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=_reward, args=config, train_dataset=Dataset.from_list(rows)
+    )  # fmt: skip
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+    updates: list[float] = []
+    original = trainer.vllm_generation.sync_weights
+
+    def timed() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        original()
+        updates.append(time.perf_counter() - began)
+
+    trainer.vllm_generation.sync_weights = timed
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    for step, seconds in zip(steps, updates, strict=False):
+        step |= {"update_s": seconds, "update_gb": nbytes / 1e9}
+    (out / "trainer.json").write_text(json.dumps(steps), encoding="utf-8")
+
+
+def _reward(completions: list[Any], answer: list[str], **others: Any) -> list[float]:
+    texts = [completion[0]["content"] for completion in completions]
+    return [math_reward(text, right) + len(set(text)) % 7 / 14 for text, right in zip(texts, answer, strict=True)]
+
+
+def _gloo_in_place_of_nccl() -> None:
+    """Where there are no GPUs: all but the bytes' way is then as on GPUs."""
+    from trl.generation import vllm_client
+
+    from moebius.rollout.transports import trainer as transport
+
+    class Engine:
+        """In place of vLLM's NCCLWeightTransferEngine."""
+
+        @staticmethod
+        def trainer_init(info: dict[str, Any]) -> Any:
+            own = transport.open_trainer(info["master_port"], info["world_size"], info["master_address"])
+            return SimpleNamespace(own=own, group=SimpleNamespace(store=None, socket=None))
+
+        @staticmethod
+        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+            transport.send(trainer_args.group.own, iterator, packed=True)
+
+    init = vllm_client.VLLMClient.init_communicator
+    vllm_client.NCCLWeightTransferEngine = Engine
+    vllm_client.VLLMClient.init_communicator = lambda self, device: init(self, "cuda")
+
+
+# ---- both sides -----------------------------------------------------------------------------------------------------
+
+
+def settings(model: Path, device: str, out: Path) -> dict[str, Any]:
+    """Of the server."""
+    small = device == "cpu"
+    engine = {
+        "model": str(model),
+        "dtype": "float32" if small else "bfloat16",
+        "max_model_len": 512,
+        "max_num_seqs": PROMPTS * N,
+        "kv_cache_bytes": (32 << 20) if small else (2 << 30),
+        "enforce_eager": True,
+        "policy": {"kind": "rollout", "threshold": PROMPTS * N // 4},
+    }
+    service = {"reports": str(out / "reports"), "idle_s": 0.5, "quiet_s": 0.2}
+    return {"ranks": 2, "device": device, "cpus_per_rank": 1, "startup_timeout_s": 400, "engine": engine,
+            "service": service}  # fmt: skip
+
+
+def environments(device: str, gpus: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Variables of the server's process and of the trainer's."""
+    common = os.environ | {"VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1", "RAY_memory_monitor_refresh_ms": "0"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    common |= {"PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    if device == "cpu":
+        return common, common
+    server, trainer = common | {"CUDA_VISIBLE_DEVICES": "0,1"}, common | {"CUDA_VISIBLE_DEVICES": "2"}
+    if gpus < 3:
+        over_loopback = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        server |= over_loopback
+        trainer |= over_loopback | {"CUDA_VISIBLE_DEVICES": "0", "NCCL_HOSTID": "trainer"}
+    return server, trainer
+
+
+def wait_until_serving(process: subprocess.Popen[bytes], log: Path, limit_s: float) -> str:
+    """The server's address. Raises RuntimeError with the end of its log if there is none."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if (found := re.search(r"serving on (http://\S+)", text)) is not None:
+            return found[1]
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}:\n{text[-3000:]}")
+        time.sleep(0.2)
+    raise RuntimeError(f"the server did not start within {limit_s:.0f} s; see {log}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Server, then trainer. Returns the trainer's steps and the server's step reports."""
+    import torch
+
+    out: Path = options.out.resolve()
+    shutil.rmtree(out / "reports", ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="mt", dir="/tmp"))
+    sizes = {"num_layers": 2, "heads": 2, "hidden": 64, "moe_intermediate": 32} if options.device == "cpu" else {
+        "num_layers": 8, "heads": 16, "kv_heads": 4, "hidden": 1024, "moe_intermediate": 512, "num_experts": 32,
+    }  # fmt: skip
+    model = make_tiny_model(scratch / "model", max_len=512, **sizes)
+    (out / "serve.yaml").write_text(yaml.safe_dump(settings(model, options.device, out)), encoding="utf-8")
+    serving, training = environments(options.device, torch.cuda.device_count())
+    serve = [sys.executable, "-m", "moebius.rollout.cli", "serve", "--config", str(out / "serve.yaml"), "--port", "0"]
+    with (out / "server.log").open("wb") as server_log, (out / "trainer.log").open("wb") as trainer_log:
+        began = time.monotonic()
+        server = subprocess.Popen(
+            serve, env=serving | {"RAY_TMPDIR": str(scratch)}, stdout=server_log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            url = wait_until_serving(server, out / "server.log", 400)
+            started = time.monotonic() - began
+            command = [sys.executable, "-m", "benchmarks.trl_gpu", "--train", url, "--model", str(model)]
+            command += ["--out", str(out), "--device", options.device]
+            code = subprocess.run(
+                command, cwd=ROOT, env=training, stdout=trainer_log, stderr=subprocess.STDOUT, timeout=options.limit,
+                check=False,
+            ).returncode  # fmt: skip
+        finally:
+            stop(server)
+            shutil.rmtree(scratch, ignore_errors=True)
+    if code:
+        text = (out / "trainer.log").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"the trainer ended with status {code}:\n{text[-3000:]}")
+    reports = [StepReport.model_validate_json(file.read_text()) for file in sorted((out / "reports").glob("*.json"))]
+    drawn = [report for report in reports if report.counts.samples == PROMPTS * N]
+    switches = [{"live": s.live, "pause_ms": s.pause_ms, "to": s.to} for report in drawn for s in report.switches]
+    steps = json.loads((out / "trainer.json").read_text(encoding="utf-8"))
+    return {"steps": steps, "switches": switches, "startup_s": started}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/trl_x2"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for the trainer")
+    parser.add_argument("--train", metavar="URL", help=argparse.SUPPRESS)  # be the trainer
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.model, options.train, options.out, options.device)
+        return
+    found = run(options)
+    steps, switches = found["steps"], found["switches"]
+    table = Table(title=f"{len(steps)} steps, {len(switches)} switches, server up in {found['startup_s']:.0f} s")
+    table.add_column("step", justify="right")
+    for title in SHOWN:
+        table.add_column(title, justify="right")
+    for number, step in enumerate(steps, 1):
+        table.add_row(str(number), *[f"{step[name]:.4g}" if name in step else "-" for name in SHOWN.values()])
+    results = {name: statistics.mean(step[name] for step in steps) for name in SHOWN.values() if name in steps[0]}
+    results |= {"startup_s": found["startup_s"], "steps": float(len(steps)), "switches": float(len(switches))}
+    written = make_results(
+        "trl_x2",
+        command="python -m benchmarks.trl_gpu " + " ".join(sys.argv[1:]),
+        options={"device": options.device, "prompts": PROMPTS, "samples": N},
+        results=results,
+        series=found,
+    ).write(options.out)
+    Console(width=120).print(table)
+    print(written)
+
+
+if __name__ == "__main__":
+    main()
