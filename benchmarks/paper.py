@@ -101,10 +101,13 @@ def estimate(setting: Setting, folder: Path) -> str:
         for step in steps_of(setting):
             if step.part != part:
                 continue
+            if is_done(step, folder):
+                lines.append(f"  {step.name:<18}done")
+                continue
             starts = step.engine is not None and step.engine != engine
-            engine = step.engine or engine
-            state = "done" if is_done(step, folder) else f"{step.minutes + setting.start_min * starts:.1f} min"
-            lines.append(f"  {step.name:<18}{state}{' with the start of its engine' * (starts and state != 'done')}")
+            engine = step.engine  # one that starts its own ends the other
+            minutes = step.minutes + setting.start_min * starts
+            lines.append(f"  {step.name:<18}{minutes:.1f} min{' with the start of its engine' * starts}")
     return "\n".join(lines)
 
 

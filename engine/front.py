@@ -134,8 +134,8 @@ class RequestFront:
     def _may_be_quiet(self, request_id: str, asked: SampleRequest) -> None:
         """Where nobody reads along and no text is made, there is nothing to do for a request until it ends."""
         sampling = asked.sampling
-        wants = sampling.get("logprobs") or sampling.get("prompt_logprobs") is not None
-        if self._makes_text(asked) or asked.stream or wants:
+        more = sampling.get("logprobs") or sampling.get("logprob_token_ids")  # than those of the sampled tokens
+        if self._makes_text(asked) or asked.stream or more or sampling.get("prompt_logprobs") is not None:
             return
         self.audience.quiet.add(request_id)
         if sampling.get("logprobs") is not None:

@@ -87,7 +87,8 @@ class SteadyScheduling:
         ):
             return None
         longest, page, cached = scheduler.max_model_len, self._page, self._pages.num_cached_block
-        caches = self._manager.enable_caching
+        # Several tokens at once, as drafts give them, may have filled a page and gone on behind it.
+        caches, after_vllm = self._manager.enable_caching, not self.ids
         scheduled: list[Request] = []
         ids: list[str] = []
         computed: list[int] = []
@@ -108,7 +109,7 @@ class SteadyScheduling:
                 return None
             if done % page == 0:
                 new_pages.append(len(ids))
-            elif caches and known % page == 0 and known // page > cached.get(request.request_id, 0):
+            elif caches and (known % page == 0 or after_vllm) and known // page > cached.get(request.request_id, 0):
                 full.append(request)
             scheduled.append(request)
             ids.append(request.request_id)

@@ -13,6 +13,7 @@ from moebius.engine.cost_cache import cost_key, keep
 from moebius.engine.costs import CostModel
 from moebius.engine.layout import Layout
 from moebius.rollout.bench.engines import BenchSetup, Engines
+from moebius.rollout.errors import MoebiusError
 
 
 def calibrate_fleet(engines: Engines, grid: Grid) -> tuple[CostModel, list[str]]:
@@ -33,9 +34,15 @@ def calibrate_all(setup: BenchSetup, grid: Grid, logs: Path, say: Callable[[str]
     notes: list[str] = []
     for backend in wanted:
         engine = setup.engine.model_copy(update={"ep": EpConfig(all2all=backend)})
-        with Engines(setup.model_copy(update={"engine": engine}), ["moebius"], logs, say) as engines:
-            found[backend], more = calibrate_fleet(engines, grid)
-            notes += [f"{backend}: {note}" for note in more] if len(wanted) > 1 else more
+        try:
+            with Engines(setup.model_copy(update={"engine": engine}), ["moebius"], logs, say) as engines:
+                found[backend], more = calibrate_fleet(engines, grid)
+        except MoebiusError as error:
+            if not found:
+                raise
+            # `auto` does without: what it can use is measured. The model may be none for it, or CUDA graphs are off.
+            more = [f"could not be measured, so auto does without it: {error}"]
+        notes += [f"{backend}: {note}" for note in more] if len(wanted) > 1 else more
     if len(found) < 2:
         return found[wanted[0]], notes
     ratio = time_ratio(found[DEEPEP_V2], found[ALLGATHER], 1)

@@ -283,6 +283,9 @@ class GroupWeights(GroupRecovery):
         try:
             session.ranks.call("drop_update", what=what, timeout_s=UPDATE_CALL_S)
         except (RankDied, RankError) as lost:
+            if isinstance(error, KeyboardInterrupt):  # who wants to leave does not wait for a start
+                self._lose(session.ranks, str(lost))
+                return error
             told = self.after_loss(session.ranks, lost, what)
             _log.warning("%s", told)
             # The update's own error says more, unless the group is no more.

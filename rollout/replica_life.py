@@ -27,8 +27,7 @@ from moebius.rollout.report_startup import RankStart
 
 A = TypeVar("A")
 B = TypeVar("B")
-POLL_S = 0.02
-ENDING_S = 60.0  # for calls on all replicas to end that the caller broke off
+POLL_S, ENDING_S = 0.02, 60.0  # between looks; for calls on all replicas to end that the caller broke off
 MakeGroup = Callable[[RolloutConfig], RolloutGroup]
 _log = logging.getLogger(__name__)
 
@@ -324,11 +323,12 @@ class ReplicaLife:
     def _end_revivals(self) -> None:
         """No attempts after those under way: the caller wants it now."""
         self._no_more.set()
-        for member in self._members:
-            thread = member.reviving
-            if thread is not None:
+        try:
+            for thread in [member.reviving for member in self._members if member.reviving is not None]:
                 thread.join()
-        self._no_more.clear()
+        finally:  # after Ctrl-C, lost replicas are to come back as before
+            if not self._closed:
+                self._no_more.clear()
 
     def _restarted(self, member: Member) -> MoebiusError | None:
         try:

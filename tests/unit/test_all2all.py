@@ -23,6 +23,7 @@ from moebius.engine.layout import Layout, ModelShape
 from moebius.engine.vllm_patches import PatchError
 from moebius.rollout import calibration, doctor
 from moebius.rollout.bench.engines import BenchSetup
+from moebius.rollout.errors import MoebiusError
 from moebius.rollout.plan_model import load_gpu, load_model
 from tests.unit.deepep_checks import Case, stock_experts
 
@@ -313,6 +314,21 @@ def test_calibration_measures_what_auto_chooses_from(monkeypatch: pytest.MonkeyP
     found, notes = calibration.calibrate_all(setup, Grid(), Path(), print)
     assert found.key == {"x": DEEPEP_V2} and notes[:2] == [f"{ALLGATHER}: kept", f"{DEEPEP_V2}: kept"]
     assert "takes 89.4 % of" in notes[2]
+    refusing = [DEEPEP_V2]
+
+    def measure(engines: Any, _: Any) -> Any:
+        if engines.backend in refusing:  # fp32, say: the machine could, the model cannot
+            raise MoebiusError(f"rank 0: engine.ep.all2all: {engines.backend} cannot run this model")
+        return costs({"x": engines.backend}, ms[engines.backend]), ["kept"]
+
+    monkeypatch.setattr(calibration, "calibrate_fleet", measure)
+    found, notes = calibration.calibrate_all(setup, Grid(), Path(), print)
+    assert found.key == {"x": ALLGATHER} and notes[0] == f"{ALLGATHER}: kept" and len(notes) == 2
+    assert notes[1].startswith(f"{DEEPEP_V2}: could not be measured, so auto does without it: rank 0: engine.ep.")
+    refusing.append(ALLGATHER)
+    with pytest.raises(MoebiusError, match=ALLGATHER):
+        calibration.calibrate_all(setup, Grid(), Path(), print)
+    refusing.clear()
     machine[0] = Machine()
     assert calibration.calibrate_all(setup, Grid(), Path(), print)[1] == ["kept"]
     named = setup.model_copy(update={"engine": config(DEEPEP_LL)})

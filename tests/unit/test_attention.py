@@ -141,5 +141,7 @@ def test_a_model_whose_projections_have_other_names_is_refused_at_the_start() ->
         pair._check_aliasing()
     pair.attention = SharedAttention()
     assert not pair.attention.takes(layer("layers.0.attn.query_key_value", 2, 0, 4, 2))
-    with pytest.raises(AttentionError, match="0 qkv_proj and 0 o_proj in 2 layers; set engine.attention_weights: both"):
+    with pytest.raises(
+        AttentionError, match=r"0 qkv_proj and 0 o_proj in 2 layers; set engine\.attention_weights: both"
+    ):
         pair._check_aliasing()

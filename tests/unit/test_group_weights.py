@@ -121,6 +121,25 @@ def test_an_update_that_some_ranks_did_not_answer_ends_the_group(
         group._ready()
 
 
+def test_ctrl_c_in_an_update_waits_for_no_new_ranks(
+    group: RolloutGroup, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group.config.failures = FailureSettings(on_failure="replay")  # type: ignore[misc]
+    ranks.failing["drop_update"] = RankDied("gone, too", rank=1)
+    recovered: list[Any] = []
+    monkeypatch.setattr(group, "recover", lambda *arguments: recovered.append(arguments))
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.update_weights(tensors(), 9, mode="staged")
+    assert not recovered and ranks.closed and not group.running
+    with pytest.raises(GroupNotReady, match=r"gone, too; call restart\(\)"):
+        group._ready()
+
+
 @pytest.mark.parametrize("mode", ["in_place", "staged"])
 @pytest.mark.parametrize("error", [RankDied("of another group", rank=0), ZeroDivisionError()])
 def test_an_error_of_the_callers_stream_is_no_loss(

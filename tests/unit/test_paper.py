@@ -158,8 +158,11 @@ def test_what_is_done_is_left_alone_and_the_rest_waits_for_its_turn(
     assert Runner(X8, folder, 5.0, keep_up=False).run(1) == 3, "one step is begun in any case, else nothing ever were"
     assert begun == ["memory_moebius"]
     assert "left: memory_stock_ep, memory_stock_tp; run the same command again" in capsys.readouterr().out
+    _write(X8, folder, {"rollout_0": _measured()["rollout_0"]})
     table = estimate(X8, folder)
     assert "switch            done" in table and "memory_moebius    5.3 min" in table
+    assert "rollout_0         done" in table
+    assert "rollout_1         8.4 min with the start" in table and "rollout_2         3.4 min\n" in table
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia7"), reason="eight GPUs are here")

@@ -477,6 +477,24 @@ def test_updates_wait_for_an_attempt_and_not_for_the_pauses_between(
     assert replicas.in_service == [0, 1]
 
 
+def test_ctrl_c_in_a_restart_leaves_lost_replicas_to_come_back(make: Make) -> None:
+    replicas = make()
+    member: Any = replicas._members[1]
+
+    class Starting:
+        def join(self) -> None:
+            raise KeyboardInterrupt
+
+    member.reviving = Starting()
+    with pytest.raises(KeyboardInterrupt):
+        replicas.restart()
+    member.reviving = None
+    fake(replicas, 1).running = False
+    replicas.generate(PROMPTS, 1)
+    replicas._await_revivals()
+    assert replicas.in_service == [0, 1]
+
+
 def test_a_shutdown_from_another_thread_ends_the_step(make: Make) -> None:
     replicas = make(2)
     for index in range(2):
