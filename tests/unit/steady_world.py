@@ -312,7 +312,7 @@ def some_sampling(draw: random.Random) -> dict[str, Any]:
     return {"max_tokens": most, "ignore_eos": draw.random() < 0.5, "temperature": 1.0} | draw.choice(kinds)
 
 
-EVENTS = ["add", "add", "same", "abort", "late", "park", "keep", "hand over", "draft"]
+EVENTS = ["add", "add", "same", "abort", "late", "park", "keep", "hand over", "draft", "draft", "draft", "draft"]
 
 
 def live(seed: int, kind: type, make: type[World]) -> tuple[World, World]:

@@ -26,7 +26,7 @@ KINDS = pytest.mark.parametrize("kind", [AsyncScheduler, AheadScheduler])
 def test_all_is_as_with_vllm_alone(kind: type) -> None:
     """Arrivals, ends, aborts, preemption, prefix hits, parking, hand-over, and drafting now and then in one of them."""
     taken = preempted = 0
-    for seed in range(30):
+    for seed in range(100):
         fast, plain = live(seed, kind, World)
         assert [plain_data(r) for r in fast.results] == [plain_data(r) for r in plain.results], f"seed {seed}"
         assert fast.tokens == plain.tokens and fast.freed == plain.freed
@@ -104,10 +104,8 @@ class RunnerWorld(World):
         names, rows = list(batch.req_ids), batch.num_reqs
         counts = np.array([scheduled.num_scheduled_tokens[name] for name in names])
         before = batch.num_computed_tokens_cpu[:rows].copy()
-        places = (
-            np.repeat(np.arange(rows), counts),
-            np.concatenate([np.arange(b, b + n) for b, n in zip(before, counts)]),
-        )
+        spans = [np.arange(start, start + count) for start, count in zip(before, counts, strict=True)]
+        places = np.repeat(np.arange(rows), counts), np.concatenate(spans)
         runner.input_ids.gpu.fill_(-77)
         runner.input_ids.cpu[:total] = torch.from_numpy(batch.token_ids_cpu[places])
         runner._compute_prev_positions(rows)
@@ -151,7 +149,7 @@ def test_the_runner_is_given_what_was_sampled(kind: type, monkeypatch: pytest.Mo
     patched = vllm_patches._as_many_output_ids_as_before(InputBatch.update_async_output_token_ids)
     monkeypatch.setattr(InputBatch, "update_async_output_token_ids", patched)
     penalized = 0
-    for seed in range(12):
+    for seed in range(40):
         fast, plain = live(seed, kind, RunnerWorld)
         assert isinstance(fast, RunnerWorld) and isinstance(plain, RunnerWorld)
         assert fast.penalized == plain.penalized
