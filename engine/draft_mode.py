@@ -53,8 +53,12 @@ class ModeChoice:
 
     @property
     def overhead(self) -> float:
-        """Of an iteration with drafts over its costs."""
-        return median(self._overheads) if self._overheads else OVERHEAD
+        """Of an iteration with drafts over its costs.
+
+        Never below 1: waiting makes no iteration faster, so less says that those ahead were timed while something else
+        held the machine up. Taken as it is, drafts that are never right would be expected to pay.
+        """
+        return max(1.0, median(self._overheads)) if self._overheads else OVERHEAD
 
     # ---- ahead -----------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ REGISTER = register()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has: configs and docs, the demo's model and questions, three runs of the same steps, costs."""
+    """What a reader has: some folders, the demo's model and questions, three runs of the same steps, costs."""
     root = tmp_path_factory.mktemp("reader")
-    for name in ("configs", "docs"):
+    for name in ("configs", "docs", "benchmarks"):
         shutil.copytree(ROOT / name, root / name)
     make_tiny_model(root / "runs" / "demo" / "model")
     make_questions(root / "runs" / "demo" / "questions.jsonl", 16)

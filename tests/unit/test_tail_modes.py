@@ -50,6 +50,20 @@ def test_drafting_begins_when_it_is_expected_to_pay() -> None:
     assert choice.drafting and not choice.change(fits=True) and choice.change(fits=False)
 
 
+def test_a_disturbed_machine_promises_nothing() -> None:
+    """Iterations ahead that were held up make the synchronous ones look fast: drafts that gain nothing stay off."""
+    choice = ModeChoice(WIDTH)
+    for _ in range(9):
+        choice.timed_ahead(30.0, 1.0)  # three times what they take
+    choice.drafting, choice.force = True, True
+    for _ in range(9):
+        choice.timed_drafting(12.0, 1.0, 1.0, 4, 4)
+    assert choice.overhead == 1.0
+    choice.drafting, choice.force = False, None
+    assert not promise(choice, 1.0)
+    assert promise(choice, 1.0 + 2 * (ENTER - 1.0))
+
+
 def test_nothing_is_expected_before_an_iteration_was_timed() -> None:
     choice = ModeChoice(WIDTH)
     choice.begin()
