@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.graph_times import microseconds_per_call
 from moebius.engine.all2all import DEEPEP_V2, ENVIRONMENT, nccl_words
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
@@ -128,17 +129,7 @@ def _timed(once: Callable[[], Any], rounds: int) -> list[float]:
             for _ in range(CHAIN):
                 once()
         graph.replay()
-        values = []
-        for _ in range(rounds):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(10):
-                graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            values.append(1e3 * begin.elapsed_time(end) / (10 * CHAIN))
-    return values
+        return microseconds_per_call(graph, CHAIN, replays=10, rounds=rounds)
 
 
 # ---- what they come to -----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from benchmarks.graph_times import microseconds_per_call
 from moebius.kernels.cuda_calls import driver
 from moebius.kernels.cuda_memory import MemoryCalls
 from moebius.kernels.direct import DirectMover
@@ -67,17 +68,7 @@ def _microseconds_per_kernel() -> float:
         for _ in range(KERNELS):
             numbers.add_(1)
     graph.replay()
-    found = []
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / (REPLAYS * KERNELS))
-    return statistics.median(found)
+    return statistics.median(microseconds_per_call(graph, KERNELS, replays=REPLAYS, rounds=ROUNDS))
 
 
 def _map(case: str, rank: int, nbytes: int) -> list[Any]:

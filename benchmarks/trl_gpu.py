@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -119,22 +118,10 @@ def _gloo_in_place_of_nccl() -> None:
     """Where there are no GPUs: all but the bytes' way is then as on GPUs."""
     from trl.generation import vllm_client
 
-    from moebius.rollout.transports import trainer as transport
-
-    class Engine:
-        """In place of vLLM's NCCLWeightTransferEngine."""
-
-        @staticmethod
-        def trainer_init(info: dict[str, Any]) -> Any:
-            own = transport.open_trainer(info["master_port"], info["world_size"], info["master_address"])
-            return SimpleNamespace(own=own, group=SimpleNamespace(store=None, socket=None))
-
-        @staticmethod
-        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-            transport.send(trainer_args.group.own, iterator, packed=True)
+    from tests.integration.gloo_transfer import GlooTransferEngine
 
     init = vllm_client.VLLMClient.init_communicator
-    vllm_client.NCCLWeightTransferEngine = Engine
+    vllm_client.NCCLWeightTransferEngine = GlooTransferEngine
     vllm_client.VLLMClient.init_communicator = lambda self, device: init(self, "cuda")
 
 

@@ -131,15 +131,18 @@ class RequestFront:
             if self.news is not None:
                 self.news.came(request.key)
 
-    def _may_be_quiet(self, request_id: str, asked: SampleRequest) -> None:
-        """Where nobody reads along and no text is made, there is nothing to do for a request until it ends."""
+    def _may_be_quiet(self, request_id: str, asked: SampleRequest, values: list[float] | None = None) -> None:
+        """Where nobody reads along and no text is made, there is nothing to do for a request until it ends.
+
+        `values`: logprobs of the tokens it has already; whether a request is quiet does not change.
+        """
         sampling = asked.sampling
         more = sampling.get("logprobs") or sampling.get("logprob_token_ids")  # than those of the sampled tokens
         if self._makes_text(asked) or asked.stream or more or sampling.get("prompt_logprobs") is not None:
             return
         self.audience.quiet.add(request_id)
         if sampling.get("logprobs") is not None:
-            self.audience.logprobs[request_id] = []
+            self.audience.logprobs[request_id] = values if values is not None else []
 
     def _makes_text(self, asked: SampleRequest) -> bool:
         return self._front.tokenizer is not None and asked.sampling.get("detokenize", True)
@@ -164,8 +167,8 @@ class RequestFront:
         self._asked.clear()
         self._runs.clear()
         self._taken.clear()
-        self.audience.quiet.clear()
-        self.audience.logprobs.clear()
+        for request_id in ids:
+            self.audience.forget(request_id)
         self._front.output_processor.abort_requests(ids, internal=True)
 
     def deliver(self, outputs: Any) -> tuple[int, list[str]]:
@@ -260,9 +263,7 @@ class RequestFront:
             request_id = sample.request.request_id
             self._keys[request_id] = sample.asked.key
             self._asked[request_id] = sample.asked
-            self._may_be_quiet(request_id, sample.asked)
-            if sample.values is not None:
-                self.audience.logprobs[request_id] = sample.values
+            self._may_be_quiet(request_id, sample.asked, sample.values)
             if sample.runs:
                 self._runs[request_id] = sample.runs
                 self._first[request_id] = 0.0
@@ -337,9 +338,7 @@ class RequestFront:
             self._replay(processor.request_states[request.request_id], record, request)
             self._keys[request.request_id] = key
             self._asked[request.request_id] = record.asked
-            self._may_be_quiet(request.request_id, record.asked)
-            if record.values is not None:
-                self.audience.logprobs[request.request_id] = record.values
+            self._may_be_quiet(request.request_id, record.asked, record.values)
             self._arrived[request.request_id] = record.arrived_s
             if record.first_s is not None:
                 self._first[request.request_id] = record.first_s
@@ -379,9 +378,7 @@ class RequestFront:
 
     def _forget(self, request_id: str) -> SampleRequest:
         self._sent.pop(request_id, None)
-        self.audience.quiet.discard(request_id)
-        self.audience.behind.pop(request_id, None)
-        self.audience.logprobs.pop(request_id, None)
+        self.audience.forget(request_id)
         self._taken.discard(self._keys.pop(request_id))
         self._runs.pop(request_id, None)
         self._arrived.pop(request_id, None)

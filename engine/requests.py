@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from moebius.engine.runtime import Runtime
 from moebius.engine.sampler import SEED_FIELD
+from moebius.engine.tail_modes import forget_last_batch
 
 _NO_SEED = -1
 
@@ -248,10 +249,7 @@ def forget_finished(runtime: Runtime, request_ids: list[str] | None = None) -> N
         runner.input_batch.remove_request(request_id)
     scheduler.finished_req_ids = set()
     scheduler.prev_step_scheduled_req_ids.clear()
-    # What asynchronous scheduling keeps of the last batch; any of it left over would be taken for the next one's.
-    batch = runner.input_batch
-    batch.prev_sampled_token_ids = batch.prev_req_id_to_index = None
-    batch.sampled_token_ids_cpu = batch.async_copy_ready_event = None
+    forget_last_batch(runner)
     runner.input_batch.condense()
     runner.input_batch.refresh_metadata()
     if runner.requests or runner.input_batch.num_reqs or scheduler.has_requests():

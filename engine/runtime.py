@@ -300,5 +300,5 @@ def _finish(layout: Layout, core: EngineCore, bound: vllm_patches.Binding, confi
     sampler.install(runtime.runner)
     if config.steady_decode and (scheduling := steady.attach(runtime.scheduler)) is not None:
         runtime.steady = scheduling
-        steady_runner.attach(runtime.runner, scheduling)
+        steady_runner.SteadyRunner(runtime.runner, scheduling)
     return runtime

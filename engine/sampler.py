@@ -90,10 +90,7 @@ class CounterSampler(nn.Module):
         """
         batch = self.runner.input_batch
         if batch.sampling_metadata is not self._rows_of:
-            # Copied from pinned memory without waiting; torch keeps that memory until the copy is done.
-            seeds = [self._seed_of(request_id) for request_id in batch.req_ids]
-            on_host = torch.tensor(seeds, dtype=torch.int64, pin_memory=device.type == "cuda")
-            self._seeds = on_host.to(device, non_blocking=True)
+            self._seeds = to_device([self._seed_of(request_id) for request_id in batch.req_ids], device)
             self._rows_of = batch.sampling_metadata
         return self._seeds
 
@@ -105,6 +102,15 @@ class CounterSampler(nn.Module):
             return params.extra_args[SEED_FIELD]
         except (TypeError, KeyError):
             raise ValueError(f"request {request_id} has no sample seed in extra_args[{SEED_FIELD!r}]") from None
+
+
+def to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """int64 [len(numbers)] on `device`, without waiting for it.
+
+    From pinned memory, which torch keeps until the copy is done; it pins no tensor that is made from an array of numpy.
+    """
+    on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def install(runner: GPUModelRunner) -> None:

@@ -40,6 +40,12 @@ class Audience:
         taken, self.tokens = self.tokens, 0
         return taken
 
+    def forget(self, request_id: str) -> None:
+        """A request that the front answers for no more."""
+        self.quiet.discard(request_id)
+        self.behind.pop(request_id, None)
+        self.logprobs.pop(request_id, None)
+
 
 class SteadyScheduling:
     """Takes the place of `schedule` and `update_from_output` of one scheduler."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 import vllm.envs as envs
-from vllm.v1.worker.gpu_model_runner import PIN_MEMORY
 
+from moebius.engine.sampler import to_device
 from moebius.engine.steady import SteadyScheduling
 
 _METHODS = ("_update_states", "_compute_prev_positions", "_prepare_input_ids", "_bookkeeping_sync")
@@ -26,7 +25,6 @@ class SteadyRunner:
         self._original = {name: getattr(runner, name) for name in _METHODS}
         for name in _METHODS:
             setattr(runner, name, getattr(self, name))
-        self._pinned = PIN_MEMORY and runner.device.type == "cuda"
         # Rows of the batch by place in the schedule, and what they were made for.
         self._rows_of: tuple[object, object] = (None, None)
         self._rows = np.empty(0, dtype=np.int64)
@@ -103,13 +101,8 @@ class SteadyRunner:
         if places[-1] == len(rows) - 1 and np.array_equal(rows, places):
             runner.input_ids.gpu[: len(rows)].copy_(sampled[: len(rows), 0], non_blocking=True)
             return
-        runner.input_ids.gpu.scatter_(dim=0, index=self._on_device(places), src=sampled[self._on_device(rows), 0])
-
-    def _on_device(self, numbers: np.ndarray) -> torch.Tensor:
-        # Copied from pinned memory without waiting; torch keeps that memory until the copy is done. It pins no tensor
-        # that is made from an array of numpy.
-        on_host = torch.tensor(numbers.tolist(), dtype=torch.int64, pin_memory=self._pinned)
-        return on_host.to(self.runner.device, non_blocking=True)
+        index, source = (to_device(numbers.tolist(), runner.device) for numbers in (places, rows))
+        runner.input_ids.gpu.scatter_(dim=0, index=index, src=sampled[source, 0])
 
     def _bookkeeping_sync(
         self, scheduled: Any, sampler_output: Any, logits: Any, hidden_states: Any, num_scheduled_tokens: int
@@ -143,8 +136,3 @@ class SteadyRunner:
         for name in names:
             requests[name].output_token_ids.append(-1)
         return {}, None, [], {}, names, row_of, []
-
-
-def attach(runner: Any, scheduling: SteadyScheduling) -> SteadyRunner:
-    """Take over the steady iterations of `runner`."""
-    return SteadyRunner(runner, scheduling)

@@ -93,7 +93,7 @@ class TailModes:
         runner.speculative_config = None
         for state in runner.requests.values():
             state.prev_num_draft_len = 0  # else drafts of long ago would be taken for ones in flight
-        self._forget_last_batch()
+        forget_last_batch(runner)
         self.drafting = False
 
     def draft(self) -> None:
@@ -112,14 +112,16 @@ class TailModes:
         # length, and would let it wait where they have no room; told of a schedule of lengths it does not.
         core.scheduler.dynamic_sd_lookup = [self._width] * (core.scheduler.max_num_running_reqs + 1)
         runner.speculative_config = self._speculation
-        self._forget_last_batch()
+        forget_last_batch(runner)
         _fill_in_tokens(core.scheduler, runner)
         self.drafting = True
 
-    def _forget_last_batch(self) -> None:
-        batch = self._runner.input_batch
-        batch.prev_sampled_token_ids = batch.prev_req_id_to_index = None
-        batch.sampled_token_ids_cpu = batch.async_copy_ready_event = None
+
+def forget_last_batch(runner: Any) -> None:
+    """Drop what asynchronous scheduling keeps of the last batch; left over, it would be taken for the next one's."""
+    batch = runner.input_batch
+    batch.prev_sampled_token_ids = batch.prev_req_id_to_index = None
+    batch.sampled_token_ids_cpu = batch.async_copy_ready_event = None
 
 
 def drop_drafts(scheduler: Any) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +25,9 @@ from moebius.rollout.report import StepReport
 from moebius.rollout.server import make_app
 from moebius.rollout.service import RolloutService
 from moebius.rollout.service_types import ServiceSettings
-from moebius.rollout.transports import trainer as transport
 from moebius.rollout.types import Sampling
 from tests.http_server import serving
+from tests.integration.gloo_transfer import GlooTransferEngine
 
 ROOT = Path(__file__).parents[2]
 STEPS, PROMPTS, N, LONGEST = 2, 3, 4, 24
@@ -159,21 +158,8 @@ def test_server_mode(group: RolloutGroup, tmp_path: Path, monkeypatch: pytest.Mo
     """TRL's own client and a script that knows nothing of us; only NCCL is replaced, by gloo."""
     from trl.generation import vllm_client
 
-    class Engine:
-        """In place of vLLM's NCCLWeightTransferEngine, at the trainer's side."""
-
-        @staticmethod
-        def trainer_init(info: dict[str, Any]) -> Any:
-            own = transport.open_trainer(info["master_port"], info["world_size"], info["master_address"])
-            return SimpleNamespace(own=own, group=SimpleNamespace(store=None, socket=None))
-
-        @staticmethod
-        def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
-            assert trainer_args.packed
-            transport.send(trainer_args.group.own, iterator, packed=True)
-
     init = vllm_client.VLLMClient.init_communicator
-    monkeypatch.setattr(vllm_client, "NCCLWeightTransferEngine", Engine)
+    monkeypatch.setattr(vllm_client, "NCCLWeightTransferEngine", GlooTransferEngine)
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: init(self, "cuda"))
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     reports = tmp_path / "reports"

@@ -85,7 +85,7 @@ class RunnerWorld(World):
         self.runner = self.runtime.runner = Runner(drafts=kind is AheadScheduler)
         self.penalized = 0
         if self.steady is not None:
-            steady_runner.attach(self.runner, self.steady)
+            steady_runner.SteadyRunner(self.runner, self.steady)
         if kind is AheadScheduler:
             core = SimpleNamespace(scheduler=self.scheduler, batch_queue=self.flights, async_scheduling=True)
             core.step = core.step_with_batch_queue = core.step_fn = None
