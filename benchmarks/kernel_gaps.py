@@ -32,6 +32,7 @@ from moebius.kernels.virtual_peers import VirtualPeers
 from moebius.rollout.bench.results import make_results
 
 KERNELS, REPLAYS, ROUNDS = 1000, 20, 5
+OTHERS = 600  # graphs of the cases with many
 CASES = {
     "nothing": "no memory beside torch's",
     "plain": "cudaMalloc",
@@ -47,7 +48,20 @@ CASES = {
     "mover_kernel": "the direct mover over shared virtual memory, flags by a kernel",
     "mover_stream": "the same, flags by operations of the stream",
     "peer_copy": "shared virtual memory, and a pitched copy to the peer by a copy engine",
+    "used_plain": "cudaMalloc, in which the kernels work",
+    "used_virtual": "virtual memory that could be exported, in which the kernels work",
+    "used_shared": "the same, mapped by the other process",
+    "used_ipc": "cudaMalloc, mapped by the other process through CUDA IPC, in which the kernels work",
 }
+# The same where a process has many graphs, and where it maps memory after they were captured, as an engine does.
+CASES |= {
+    "many": "no memory beside torch's, 600 graphs of 100 kernels before the one that is timed",
+    "many_mover_stream": "600 graphs before, all captured after the mover was there",
+    "late_mover_stream": "no others; the one that is timed was captured before the mover was there",
+    "late_many_mover_stream": "600 graphs, and the one that is timed, captured before the mover was there",
+    "late_many_virtual_shared": "the same, and memory mapped by the other process afterwards, without a mover",
+}
+SIZES = {"": 4096, "_large": 4 << 20}  # float32 per kernel; of the large ones every SM has some
 
 
 class _Private(MemoryCalls):
@@ -59,16 +73,16 @@ class _Private(MemoryCalls):
         return properties
 
 
-def _microseconds_per_kernel() -> float:
-    numbers = torch.zeros(4096, device="cuda")
+def _capture(numbers: torch.Tensor, kernels: int = KERNELS) -> torch.cuda.CUDAGraph:
+    numbers.zero_()
     numbers.add_(1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(KERNELS):
+        for _ in range(kernels):
             numbers.add_(1)
     graph.replay()
-    return statistics.median(microseconds_per_call(graph, KERNELS, replays=REPLAYS, rounds=ROUNDS))
+    return graph
 
 
 def _map(case: str, rank: int, nbytes: int) -> list[Any]:
@@ -76,6 +90,9 @@ def _map(case: str, rank: int, nbytes: int) -> list[Any]:
     device = torch.device("cuda", rank)
     if case == "nothing":
         return []
+    if case.startswith("used"):
+        where = {"used_plain": "plain", "used_ipc": "plain_ipc", "used_shared": "virtual_shared"}.get(case, "virtual")
+        return _map(where, rank, nbytes)
     if case == "nccl":
         group = dist.new_group(backend="nccl")
         dist.all_reduce(torch.ones(1, device=device), group=group)
@@ -117,16 +134,34 @@ def _run(rank: int, ranks: int, port: int, case: str, nbytes: int, queue: Any) -
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.cuda.set_device(rank)
     dist.init_process_group("gloo")
-    kept = _map(case, rank, nbytes)
+    late = case.startswith("late_")
+    where = case.removeprefix("late_").removeprefix("many_").removeprefix("many") or "nothing"
+    kept: list[Any] = [] if late else _map(where, rank, nbytes)
+    memory = next((part for part in kept if isinstance(part, torch.Tensor)), None)
+    if "many" in case:
+        kept += [_capture(torch.empty(4096, device="cuda"), 100) for _ in range(OTHERS)]
+    graphs = {}
+    for size, elements in SIZES.items():
+        used = memory.view(torch.uint8).flatten()[: 4 * elements].view(torch.float32) if memory is not None else None
+        if not case.startswith("used") or used is None:
+            used = torch.empty(elements, device="cuda")
+        graphs[size] = _capture(used)
+        kept.append(used)
+    if late:
+        kept.append(_map(where, rank, nbytes))
     dist.barrier()
-    queue.put((rank, _microseconds_per_kernel()))
+    found = {
+        size: statistics.median(microseconds_per_call(graph, KERNELS, replays=REPLAYS, rounds=ROUNDS))
+        for size, graph in graphs.items()
+    }
+    queue.put((rank, found))
     dist.barrier()
     del kept
     os._exit(0)  # the process takes its memory along
 
 
-def measure(case: str, ranks: int, nbytes: int) -> dict[int, float]:
-    """Microseconds per kernel by rank."""
+def measure(case: str, ranks: int, nbytes: int) -> dict[int, dict[str, float]]:
+    """Microseconds per kernel by rank and by name of `SIZES`."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with socket.socket() as free:
@@ -153,9 +188,10 @@ def main() -> None:
     options = parser.parse_args()
     numbers: dict[str, float] = {}
     for case in options.cases.split(","):
-        for rank, microseconds in measure(case, options.ranks, options.gib << 30).items():
-            numbers[f"{case}_rank{rank}_us"] = microseconds
-            print(f"{case:24s} rank {rank} {microseconds:7.3f} us per kernel", flush=True)
+        for rank, by_size in measure(case, options.ranks, options.gib << 30).items():
+            for size, microseconds in by_size.items():
+                numbers[f"{case}{size}_rank{rank}_us"] = microseconds
+                print(f"{case + size:24s} rank {rank} {microseconds:7.3f} us per kernel", flush=True)
     results = make_results(
         options.out.stem,
         command=f"python -m benchmarks.kernel_gaps --gib {options.gib} --out {options.out.name}",

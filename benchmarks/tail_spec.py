@@ -27,150 +27,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.tail_ranks import a_step, iterations, make, measure, memory, set_mode
+from benchmarks.tail_results import MODES, PARTS, RATES, best_length, even_acceptance, expected, report, slower, summary
 from moebius.engine.config import EngineConfig, PolicyConfig, TailConfig
 from moebius.engine.startup import moe_config_folder
-from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
-from moebius.kernels.noise import derive_seed
 from moebius.rollout.bench.fleet import Fleet
 from moebius.rollout.rank_setup import RankSetup, rank_environment
-from moebius.rollout.report import installed_versions
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = ("siblings", "suffix", "ngram")
-PARTS = ("trained", "zero", "shape")
-RATES = (0.0, 0.3, 0.6, 0.8)
-
-
-# ---- in the ranks ------------------------------------------------------------------------------------------
-
-
-def make(config: EngineConfig) -> Any:
-    from moebius.engine.engine import MoebiusEngine
-
-    return MoebiusEngine(config)
-
-
-def measure(engine: Any, folder: str, batches: tuple[int, ...]) -> str:
-    """Costs of iterations, once for all modes, so that drafts' lengths follow what this machine takes; their origin."""
-    from moebius.engine.calibrate import Grid
-    from moebius.engine.cost_cache import cached_or_measured
-
-    grid = Grid(batches=batches, contexts=(engine.max_model_len // 4,), iterations=16)
-    known = cached_or_measured(engine, grid, folder)
-    engine.switcher.drafts.know(known.costs, engine.pair, adaptive=True)
-    return known.origin
-
-
-def set_mode(engine: Any, mode: str) -> None:
-    """Draft from other texts from the next tail on; each mode keeps its own."""
-    drafts = engine.switcher.drafts
-    kept = engine.__dict__.setdefault("libraries", {drafts.mode: drafts.library})
-    drafts.mode = drafts.drafter.mode = mode
-    drafts.library = kept.setdefault(mode, type(drafts.library)(mode, drafts.library.capacity))
-
-
-def requests_of(
-    engine: Any, prompts: list[list[int]], n: int, step: int, sampling: dict[str, Any]
-) -> list[SampleRequest]:
-    """This rank's share: prompts dealt out in turn, all samples of a prompt on one rank."""
-    return [
-        SampleRequest(SampleKey(p, s, step), prompts[p], sampling, derive_seed(1, step, p, s))
-        for p in range(engine.rank, len(prompts), engine.world_size)
-        for s in range(n)
-    ]
-
-
-def a_step(
-    engine: Any, texts: list[str], n: int, step: int, sampling: dict[str, Any], policy: PolicyConfig
-) -> StepOutcome:
-    """One step with these prompts."""
-    engine.policy.config = policy
-    prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    outcome: StepOutcome = engine.run_step(requests_of(engine, prompts, n, step, sampling))
-    return outcome
-
-
-def iterations(
-    engine: Any, batch: int, tokens: int, drafting: bool | None, drafted: int, rate: float | None
-) -> tuple[float, float]:
-    """Milliseconds of an iteration of `batch` samples in TP, and tokens per sample that it gives.
-
-    `drafting`: always, never, or as it pays (None). Then `drafted` random tokens are drafted per sample, and all of
-    them verified if always; `rate` of them count as right, whatever they are (None: those that are, next to none).
-    Iterations with prompts and before the first draft are left out, and the ends when samples run out.
-    """
-    from moebius.engine.calibrate import typical
-
-    drafts = engine.switcher.drafts
-    undo = []
-    if drafts is not None:
-        undo = _rig(drafts, drafting, drafted, rate, engine.vocab_size)
-    engine.policy.config = PolicyConfig(kind="static_tp")
-    r_prompt = np.random.default_rng(1)
-    prompts = [r_prompt.integers(10, engine.vocab_size, 64).tolist() for _ in range(batch)]
-    sampling = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True}
-    try:
-        outcome = engine.run_step(requests_of(engine, prompts, 1, 0, sampling))
-    finally:
-        for restore in undo:
-            restore()
-    whole = [i for i in outcome.stats.iterations if i.live == batch and i.layout == "TP" and i.tokens]
-    kept = whole[max(6, len(whole) // 5) : -2]
-    if not kept:
-        raise ValueError(f"{batch} samples of {tokens} tokens gave {len(whole)} whole iterations: too few to time")
-    return typical([i.ms for i in kept]), sum(i.tokens for i in kept) / batch / len(kept)
-
-
-def _rig(drafts: Any, drafting: bool | None, drafted: int, rate: float | None, vocab: int) -> list[Any]:
-    """Random drafts, and a rate at which they count as right; returns what undoes it."""
-    from moebius.engine.draft_index import Drafts
-
-    drafter, choice, verifier = drafts.drafter, drafts.choice, drafts.drafter._verifier
-    r, luck = np.random.default_rng(0), np.random.default_rng(1)  # the same on all ranks
-    cost, force = drafter.cost, choice.force
-
-    def guess(slots: Any, limits: Any, lengths: Any) -> Drafts:
-        counts = np.minimum(limits, drafted).astype(np.int32)
-        guesses = r.integers(10, vocab, (len(slots), drafter.width), dtype=np.int32)
-        return Drafts(guesses, np.full((len(slots), drafter.width), 0.9), counts)
-
-    def accepted(sampled: Any, found: Any) -> Any:
-        import torch
-
-        lucky = torch.from_numpy(luck.random(tuple(found.shape)) < rate).to(found.device)
-        return (lucky & (found >= 0)).cumprod(dim=1).sum(dim=1)
-
-    drafter.guess, choice.force = guess, drafting
-    if drafting:
-        drafter.cost = None  # all of them
-    undo = [lambda: delattr(drafter, "guess"), lambda: setattr(choice, "force", force)]
-    undo.append(lambda: setattr(drafter, "cost", cost))
-    if rate is not None:
-        verifier.accepted = accepted
-        undo.append(lambda: delattr(verifier, "accepted"))
-    return undo
-
-
-def memory(engine: Any) -> list[tuple[str, int]]:
-    """Where this rank's memory goes."""
-    rows: list[tuple[str, int]] = engine.memory_account().rows()
-    return rows
-
-
-# ---- here -------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -305,11 +178,6 @@ def zero(run: Run, off: Fleet, drafts: Fleet, clock: Clock) -> None:
         run.write()
 
 
-def slower(entry: dict[str, list[float]]) -> float:
-    """Per cent; medians of the turns."""
-    return round(100 * (statistics.median(entry["ms"]) / statistics.median(entry["off_ms"]) - 1), 2)
-
-
 def shape(run: Run, logs: Path) -> None:
     """One engine: without drafts, with some that are never right, and with some forced to be, in turns."""
     chosen = run.chosen
@@ -353,130 +221,6 @@ def shape(run: Run, logs: Path) -> None:
             say(f"shape, {batch} samples: {plain:.2f} ms, with drafts {entry['ms']}, pays from "
                 f"{entry['even_acceptance']}, speed by rate {forced}")  # fmt: skip
             run.write()
-
-
-def expected(rate: float, drafted: int) -> float:
-    """Tokens per sample and iteration."""
-    return float(sum(rate**j for j in range(drafted + 1)))
-
-
-def best_length(rate: float, times: dict[str, float]) -> int:
-    """The draft length that is fastest at this acceptance; at 0, where none is, the longest."""
-    if not rate:
-        return max(map(int, times))
-    return max(map(int, times), key=lambda k: expected(rate, k) / times[str(k)])
-
-
-def even_acceptance(plain: float, times: dict[int, float]) -> float | None:
-    """Least acceptance at which some draft length is as fast as none; times[k] has k drafted tokens. None: never."""
-    for percent in range(101):
-        if any(expected(percent / 100, k) / ms >= 1 / plain for k, ms in times.items()):
-            return percent / 100
-    return None
-
-
-def summary(outcomes: list[StepOutcome]) -> dict[str, Any]:
-    """What is kept of a step."""
-    stats = outcomes[0].stats
-    tail = [i for i in stats.iterations if i.layout == "TP"]
-    drafts = stats.drafts
-    kept: dict[str, Any] = {
-        "live_at_switch": stats.switches[0].live if stats.switches else None,
-        "tail_s": round(stats.tail_s, 4),
-        "tail_tokens": sum(i.tokens for i in tail),
-        "tail_iterations": len(tail),
-        "total_s": round(stats.total_s, 4),
-        "longest": max(len(r.token_ids) for outcome in outcomes for r in outcome.results),
-        "tokens_sha": _digest(outcomes),
-        "tokens_per_iteration": None,
-    }
-    if drafts is not None:
-        tried = zip(drafts.accepted, drafts.verified, strict=True)
-        kept |= {
-            "tokens_per_iteration": round(drafts.tokens / drafts.rows, 4) if drafts.rows else None,
-            "acceptance_by_position": [round(right / count, 4) for right, count in tried if count],
-            "iterations_ahead": drafts.ahead,
-            "changes": drafts.changes,
-            "plain_s": None if drafts.plain_s is None else round(drafts.plain_s, 4),
-        }
-    return kept
-
-
-def _digest(outcomes: list[StepOutcome]) -> str:
-    """Of all tokens: equal ones mean equal samples."""
-    import hashlib
-
-    results = sorted((r.key, r.token_ids) for outcome in outcomes for r in outcome.results)
-    return hashlib.sha256(repr(results).encode()).hexdigest()[:16]
-
-
-def report(chosen: argparse.Namespace, found: dict[str, Any], gpu: str, command: str) -> dict[str, Any]:
-    """The results file."""
-    return {
-        "machine": f"{chosen.ranks} x {gpu}, {platform.machine()}, {os.cpu_count()} CPU cores",
-        "versions": installed_versions(),
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "what": {
-            "trained": f"{chosen.model.name}: {chosen.prompts} prompts x {chosen.n}, switch at {chosen.threshold}; "
-            "speed-ups are of tail seconds (per token: by tokens sampled in the tail), all measured steps together",
-            "zero": "the trained model, random drafts, as it pays; ms per token of a sample beside the engine without",
-            "shape": f"{chosen.shape}: random weights; acceptance that pays, from ms with drafts never right; speeds "
-            "with forced acceptance; zero against the same engine told never to draft",
-        },
-        "results": results_of(found),
-        **{part: found[part] for part in PARTS if part in found},
-    }  # fmt: skip
-
-
-def results_of(found: dict[str, Any]) -> dict[str, Any]:
-    """The figures by name; those of parts that were not run are missing."""
-    results: dict[str, Any] = {}
-    steps = found.get("trained", {})
-    off = steps.get("off", [])
-    by_mode: dict[str, float] = {}
-    by_token: dict[str, float] = {}
-    for mode in MODES:
-        # Only steps that both had: each has its own prompts.
-        pairs = list(zip(off, steps.get(mode, []), strict=False))
-        if pairs:
-            plain, mine = (sum(pair[i]["tail_s"] for pair in pairs) for i in (0, 1))
-            by_mode[mode] = round(plain / mine, 4)
-            tokens, own = (sum(pair[i]["tail_tokens"] for pair in pairs) for i in (0, 1))
-            by_token[mode] = round(plain / tokens / (mine / own), 4)
-    if "siblings" in by_mode:
-        each = [step["tokens_per_iteration"] for step in steps["siblings"] if step["tokens_per_iteration"]]
-        digests = {str([step["tokens_sha"] for step in steps[mode]][:1]) for mode in ("off", *MODES) if steps.get(mode)}
-        results |= {
-            "tail_speedup_trained": by_mode["siblings"],
-            "tail_speedup_trained_by_mode": by_mode,
-            "tail_speedup_per_token_trained_by_mode": by_token,
-            "tokens_per_iteration_trained": round(statistics.mean(each), 4) if each else None,
-            "same_samples_in_all_modes": len(digests) == 1,
-        }
-    if zeros := {batch: slower(entry) for batch, entry in found.get("zero", {}).items()}:
-        results["zero_acceptance_slowdown_pct"] = max(zeros.values())
-        results["zero_acceptance_slowdown_pct_by_batch"] = zeros
-    if batches := found.get("shape", {}).get("batches"):
-        even = {batch: entry["even_acceptance"] for batch, entry in batches.items()}
-        results |= {
-            "break_even_acceptance_b8": even.get("8"),
-            "break_even_acceptance_b64": even.get("64"),
-            "break_even_acceptance_by_batch": even,
-            "speed_by_forced_acceptance_and_batch": {
-                str(rate): {
-                    batch: entry["forced"][str(rate)]["speed"]
-                    for batch, entry in batches.items()
-                    if str(rate) in entry["forced"]
-                }
-                for rate in RATES
-            },
-            "zero_acceptance_slowdown_pct_shape_by_batch": {
-                batch: round(100 * (entry["zero_ms"] / statistics.median(entry["plain_ms"]) - 1), 2)
-                for batch, entry in batches.items()
-            },
-        }
-    return results
 
 
 def main() -> None:

@@ -6,6 +6,7 @@
 The server's ranks take the first two GPUs. The trainer takes the third; where there is none, it shares GPU 0 with a
 rank: NCCL refuses that unless the two seem to be on different hosts (NCCL_HOSTID), and then goes over sockets, so that
 seconds of updates say nothing about NVLink there. Writes trl_x2.json, and beside it both sides' logs and step reports.
+How far log-probabilities differ by rounding alone is measured beside (benchmarks/logprob_floor.py).
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.logprob_floor import Floor
 from moebius.rollout.bench.results import make_results
 from moebius.rollout.demo_assets import make_tiny_model, math_reward
 from moebius.rollout.report_types import StepReport
 
 ROOT = Path(__file__).parents[1]
 STEPS, PROMPTS, N = 3, 16, 8
-STOPS = list(range(300, 308))  # tokens that end a sample, besides the model's own: the random model hardly ever does
+# Tokens that end a sample, besides the model's own: the random model hardly ever does.
+STOPS = {"cpu": list(range(300, 308)), "cuda": list(range(320, 328))}
 SHOWN = {
     "|dlogp| mean": "sampling/sampling_logp_difference/mean",
     "|dlogp| max": "sampling/sampling_logp_difference/max",
@@ -70,7 +73,7 @@ def train(model: str, url: str, out: Path, device: str) -> None:
         per_device_train_batch_size=PROMPTS * N,
         num_generations=N,
         max_completion_length=96 if device == "cpu" else 256,
-        generation_kwargs={"stop_token_ids": STOPS},
+        generation_kwargs={"stop_token_ids": STOPS[device]},
         max_steps=STEPS,
         learning_rate=1e-4,
         beta=0.0,
@@ -192,9 +195,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(out / "reports", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="mt", dir="/tmp"))
-    sizes = {"num_layers": 2, "heads": 2, "hidden": 64, "moe_intermediate": 32} if options.device == "cpu" else {
-        "num_layers": 8, "heads": 16, "kv_heads": 4, "hidden": 1024, "moe_intermediate": 512, "num_experts": 32,
-    }  # fmt: skip
+    sizes: dict[str, Any] = {"num_layers": 2, "heads": 2, "hidden": 64, "moe_intermediate": 32}
+    if options.device == "cuda":
+        sizes = {
+            "num_layers": 8, "heads": 16, "kv_heads": 4, "hidden": 1024, "moe_intermediate": 512, "num_experts": 32,
+            "layer_std": 0.02,
+        }  # fmt: skip
     model = make_tiny_model(scratch / "model", max_len=512, **sizes)
     (out / "serve.yaml").write_text(yaml.safe_dump(settings(model, options.device, out)), encoding="utf-8")
     serving, training = environments(options.device, torch.cuda.device_count())
@@ -205,6 +211,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             serve, env=serving | {"RAY_TMPDIR": str(scratch)}, stdout=server_log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+        floor = Floor(model, options.device)
         try:
             url = wait_until_serving(server, out / "server.log", 400)
             started = time.monotonic() - began
@@ -214,7 +221,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 command, cwd=ROOT, env=training, stdout=trainer_log, stderr=subprocess.STDOUT, timeout=options.limit,
                 check=False,
             ).returncode  # fmt: skip
+            rounding, problem = floor.result()
         finally:
+            floor.end()
             stop(server)
             shutil.rmtree(scratch, ignore_errors=True)
     if code:
@@ -224,7 +233,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     drawn = [report for report in reports if report.counts.samples == PROMPTS * N]
     switches = [{"live": s.live, "pause_ms": s.pause_ms, "to": s.to} for report in drawn for s in report.switches]
     steps = json.loads((out / "trainer.json").read_text(encoding="utf-8"))
-    return {"steps": steps, "switches": switches, "startup_s": started}
+    notes = [f"the difference by rounding alone was not measured: {problem}"] if problem else []
+    return {"steps": steps, "switches": switches, "startup_s": started, "floor": rounding, "notes": notes}
 
 
 def main() -> None:
@@ -249,15 +259,19 @@ def main() -> None:
         table.add_row(str(number), *[f"{step[name]:.4g}" if name in step else "-" for name in SHOWN.values()])
     results = {name: statistics.mean(step[name] for step in steps) for name in SHOWN.values() if name in steps[0]}
     results |= {"startup_s": found["startup_s"], "steps": float(len(steps)), "switches": float(len(switches))}
+    results |= found["floor"]
     written = make_results(
         "trl_x2",
         command="python -m benchmarks.trl_gpu " + " ".join(sys.argv[1:]),
         options={"device": options.device, "prompts": PROMPTS, "samples": N},
         results=results,
-        series=found,
+        series={"steps": steps, "switches": switches},
+        notes=found["notes"],
     ).write(options.out)
-    Console(width=120).print(table)
-    print(written)
+    console = Console(width=120)
+    console.print(table)
+    for line in [*found["notes"], *(f"{name}: {value:.4g}" for name, value in found["floor"].items()), str(written)]:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 if __name__ == "__main__":

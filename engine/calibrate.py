@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moebius.engine.config import PolicyConfig
-from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
+from moebius.engine.costs import CostModel, CostPoint, ExpertMs, SwitchPoint
 from moebius.engine.layout import Layout
 from moebius.engine.types import Iteration, SampleKey, SampleRequest, StepStats
 
@@ -105,6 +105,7 @@ class Measured:
     ep_context: float
     tp_context: float
     switches: tuple[SwitchPoint, ...]
+    moves: tuple[tuple[float, float], ...] = ()  # of the experts in those switches: share staged before, ms
 
 
 def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[CostModel, list[str]]:
@@ -120,6 +121,7 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
     room, rank = Room.of(engine), engine.rank
     points: list[CostPoint] = []
     switches: list[SwitchPoint] = []
+    moves: list[tuple[float, float]] = []
     notes: list[str] = []
     before, engine.policy = engine.policy, SwitchPolicy(PolicyConfig(costs=None))
     drafts = engine.switcher.drafts
@@ -145,6 +147,7 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
                 own = measured(stats, batch, context, grid.iterations)
                 slowest = _slowest(own, engine.switcher.cpu_group, dist)
                 _add(points, switches, batch, slowest)
+                moves += slowest.moves
                 if slowest.tp_ms is None:
                     why = stats.cancelled[-1].reason if stats.cancelled else "the step ended before it"
                     notes.append(f"batch {batch}, context {context}: no switch, {why}")
@@ -154,8 +157,28 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
             drafts.is_paused = False
     if not {Layout.EP, Layout.TP} <= {point.layout for point in points}:
         raise ValueError("nothing was measured in both layouts: " + "; ".join(notes))
-    model = CostModel(key=key, ranks=room.ranks, points=points, switches=switches, source="calibration")
+    model = CostModel(
+        key=key,
+        ranks=room.ranks,
+        points=points,
+        switches=switches,
+        experts=expert_ms(moves),
+        source="calibration",
+    )
     return model, notes
+
+
+def expert_ms(moves: Sequence[tuple[float, float]]) -> ExpertMs | None:
+    """From (share of the layers staged before, ms of the experts' move): None where nothing went over the link alone.
+
+    Where part was staged, what the copies took is known only if it was longer than the link; if it never was, it is 0.
+    """
+    alone = [ms for staged, ms in moves if not staged]
+    if not alone or not statistics.median(alone):
+        return None
+    link = statistics.median(alone)
+    local = [ms / staged for staged, ms in moves if staged and ms > 1.1 * (1 - staged) * link]
+    return ExpertMs(link=link, local=statistics.median(local) if local else 0.0)
 
 
 def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Measured:
@@ -176,8 +199,19 @@ def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Mea
         ep_context=context_of(ep),
         tp_context=context_of(tp),
         switches=tuple(
-            SwitchPoint(to=Layout(record.to), live=record.live, kv_tokens=record.kv_tokens, ms=record.pause_ms)
+            SwitchPoint(
+                to=Layout(record.to),
+                live=record.live,
+                kv_tokens=record.kv_tokens,
+                ms=record.pause_ms,
+                staged=record.staged_layers / max(1, record.expert_layers),
+            )
             for record in stats.switches
+        ),
+        moves=tuple(
+            (record.staged_layers / max(1, record.expert_layers), record.device_ms["experts"])
+            for record in stats.switches
+            if "experts" in record.device_ms
         ),
     )
 
@@ -221,6 +255,7 @@ def slowest_of(ranks: Sequence[Measured]) -> Measured:
         switches=tuple(
             max(same, key=lambda point: point.ms) for same in zip(*(m.switches for m in ranks), strict=True)
         ),
+        moves=tuple(max(same) for same in zip(*(m.moves for m in ranks), strict=True)),
     )
 
 

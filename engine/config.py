@@ -202,8 +202,13 @@ class EngineConfig(BaseModel):
     prepare: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Send expert bytes ahead while EP still decodes, into KV pages that are free, so that a switch to "
-        "TP pauses less. auto: where the mover can do it beside the model and KV memory suffices; on: always, or "
-        "refuse to start.",
+        "TP pauses less. auto: where the mover can do it beside the model and half of the KV memory holds at least a "
+        "quarter of the layers; on: always, from one layer on, or refuse to start.",
+    )
+    prepare_layers: PositiveInt | None = Field(
+        None,
+        description="Send the experts of at most so many layers ahead, from the lowest on; None: of as many as free KV "
+        "pages hold.",
     )
     attention_weights: Literal["both", "shared"] = Field(
         "both",

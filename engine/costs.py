@@ -46,6 +46,25 @@ class SwitchPoint(BaseModel):
     live: int = Field(ge=0)
     kv_tokens: int = Field(ge=0)
     ms: float = Field(ge=0)
+    staged: float = Field(0.0, ge=0, le=1, description="Share of the layers whose experts had been sent ahead.")
+
+
+class ExpertMs(BaseModel):
+    """Milliseconds that the experts of all layers take: over the link, and copied within a rank once they are staged.
+
+    The two go on beside each other (moebius.kernels.rooms), so that of a switch the longer one counts.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    link: float = Field(gt=0)
+    local: float = Field(ge=0)
+
+    def saved(self, staged: npt.ArrayLike) -> Array:
+        """By which a switch to TP is shorter with this share of the layers staged."""
+        share = np.asarray(staged, dtype=np.float64)
+        found: Array = self.link - np.maximum((1 - share) * self.link, share * self.local)
+        return found
 
 
 class CostModel(BaseModel):
@@ -61,6 +80,7 @@ class CostModel(BaseModel):
     kv_ns_per_token: dict[Layout, float] = Field(
         default_factory=dict, description="Time per KV token read where only one context was measured, else unused."
     )
+    experts: ExpertMs | None = Field(None, description="Needed to tell what a prepared switch takes.")
     prefill_us_per_token: dict[Layout, float] = Field(default_factory=dict)
     source: str = ""
     expected: list[str] = Field(default_factory=list)
@@ -131,15 +151,28 @@ class CostModel(BaseModel):
 
     # ---- switches -------------------------------------------------------------------------------------------------
 
-    def switch_ms(self, to: Layout, live: npt.ArrayLike, kv_tokens: npt.ArrayLike) -> Array:
+    def switch_ms(
+        self, to: Layout, live: npt.ArrayLike, kv_tokens: npt.ArrayLike, staged: npt.ArrayLike = 0.0
+    ) -> Array:
         """Milliseconds of a switch: fixed + per KV token + per request, fitted to the measured ones.
+
+        `staged` is the share of the layers whose experts were sent ahead, which only helps on the way to TP, and about
+        which nothing is known without `experts`.
 
         Where a direction was not measured with live requests, those of the other one stand in. Raises ValueError when
         no switch was measured.
         """
         fixed, per_token, per_live = self._switch_fit[to]
         found: Array = fixed + per_token * np.asarray(kv_tokens, dtype=np.float64) + per_live * np.asarray(live)
+        if self.experts is not None and to is Layout.TP and np.any(staged):
+            found = np.maximum(found - self.experts.saved(staged), 0.0)
         return found
+
+    def _plain_ms(self, point: SwitchPoint) -> float:
+        """What the switch would have taken with nothing staged."""
+        if self.experts is None or point.to is Layout.EP or not point.staged:
+            return point.ms
+        return point.ms + float(self.experts.saved(point.staged))
 
     @cached_property
     def _switch_fit(self) -> dict[Layout, tuple[float, float, float]]:
@@ -151,7 +184,7 @@ class CostModel(BaseModel):
             if not points:
                 raise ValueError("no switch was measured: calibrate with `moebius calibrate`, or state its cost")
             rows = [[1.0, point.kv_tokens, point.live] for point in points]
-            fixed, per_token, per_live = nonnegative_fit(rows, [point.ms for point in points])
+            fixed, per_token, per_live = nonnegative_fit(rows, [self._plain_ms(point) for point in points])
             fits[layout] = (float(fixed), float(per_token), float(per_live))
         return fits
 

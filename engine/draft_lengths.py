@@ -34,12 +34,11 @@ def best_lengths(chance: Floats, counts: npt.NDArray[np.int32], ms: Floats) -> I
     `chance` is [B, k]: of each drafted token, if those before it are right; row i has counts[i] of them. ms[n] is what
     an iteration with n drafted tokens takes; its length less one is the most that may be verified in all.
     """
-    lengths = np.zeros(len(chance), dtype=np.int64)
     order, rates = _rates(chance, counts, ms)
-    best = int(np.argmax(rates))
-    if best and rates[best] > rates[0] * (1 + MARGIN):
-        np.add.at(lengths, order[:best] // chance.shape[1], 1)
-    return lengths
+    best = int(rates.argmax())
+    if not best or rates[best] <= rates[0] * (1 + MARGIN):
+        return np.zeros(len(chance), dtype=np.int64)
+    return np.bincount(order[:best] // chance.shape[1], minlength=len(chance))
 
 
 def best_gain(chance: Floats, counts: npt.NDArray[np.int32], ms: Floats) -> float:
@@ -55,10 +54,12 @@ def _rates(chance: Floats, counts: npt.NDArray[np.int32], ms: Floats) -> tuple[I
     if rows == 0 or width == 0 or room <= 0:
         return np.empty(0, dtype=np.int64), np.array([rows / ms[0] if len(ms) else 0.0])
     there = np.arange(width)[None] < counts[:, None]
-    gains = np.cumprod(np.clip(chance, 0.0, 1.0), axis=1) * there
-    order = np.argsort(-gains, axis=None, kind="stable")[:room]  # of equal gains the earlier token first
-    sums = np.concatenate([[0.0], np.cumsum(gains.ravel()[order])])
-    order = order[: np.count_nonzero(gains.ravel()[order] > 0)]
+    # minimum, maximum and methods: np.clip and its like take several times as long for so few numbers.
+    gains = (np.minimum(np.maximum(chance, 0.0), 1.0).cumprod(axis=1) * there).ravel()
+    order = (-gains).argsort(kind="stable")[:room]  # of equal gains the earlier token first
+    falling = gains[order]
+    sums = np.concatenate([[0.0], falling.cumsum()])
+    order = order[: np.count_nonzero(falling > 0)]
     return order, (rows + sums[: len(order) + 1]) / ms[: len(order) + 1]
 
 
@@ -97,6 +98,10 @@ class Acceptance:
         # A request's memory of its last 1 / (1 - MEMORY) tokens, and the same many of each of them together.
         self._all *= MEMORY ** (float(judged.sum()) / max(1, len(slots)))
         self._all += (float(accepted.sum()), float((chance * seen).sum()))
+
+    def wait(self, slots: Ints) -> None:
+        """As `judge` of rows none of which had a draft."""
+        self._waited[slots] += 1
 
     def ratio(self, slots: Ints) -> Floats:
         """What the drafter's estimates are to be multiplied with."""

@@ -25,6 +25,7 @@ from moebius.engine.policy import SwitchPolicy, resolved
 from moebius.engine.profile import SwitchProfiler
 from moebius.engine.requests import forget_finished
 from moebius.engine.runtime import RuntimePair
+from moebius.engine.settle import settle
 from moebius.engine.sleeping import Sleeper
 from moebius.engine.staging import Staging
 from moebius.engine.step import CallbackFailed, OnIteration, OnResults, Step
@@ -93,6 +94,7 @@ class MoebiusEngine:
         self.inbox = Inbox()  # may be used from any thread
         self._aborts = AbortBox(self.inbox)
         self._parked: list[ParkedSample] = []  # unfinished samples of earlier steps that this rank answers for
+        kernel_us = settle(self.pair.buffer.storage.device)  # after all captures, before anything is measured
         known = costs_at_start(self)
         self.policy.costs, self.policy.config = known.costs, resolved(config.policy, known.costs)
         if self.switcher.drafts is not None:
@@ -100,6 +102,7 @@ class MoebiusEngine:
         self.config = config.model_copy(update={"policy": self.policy.config})
         self.startup = self.pair.clock.report(self.rank)
         self.startup.calibration_s, self.startup.costs = known.seconds, known.origin
+        self.startup.kernel_us = kernel_us
 
     # ---- one step -------------------------------------------------------------------------------------------------
 

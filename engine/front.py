@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from moebius.engine.inbox import AbortBox
 from moebius.engine.length_news import LengthNews
 from moebius.engine.outputs import single_tokens
+from moebius.engine.runs import extended
 from moebius.engine.sampler import SEED_FIELD
 from moebius.engine.steady import Audience
 from moebius.engine.types import SampleKey, SamplePiece, SampleRequest, SampleResult
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moebius.engine.tail_drafts import TailDrafts
 
 Runs = list[tuple[int, int]]  # policy versions, and how many tokens were sampled under each, in order
+Layouts = list[tuple[str, int]]  # layouts, likewise
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class FrontRecord:
     logprobs: Any  # vLLM's, of the tokens so far; None when not asked for
     cumulative_logprob: float | None
     runs: Runs  # of tokens sampled in earlier steps
+    layouts: Layouts  # of all tokens
     arrived_s: float = 0.0
     first_s: float | None = None  # None: it has no token yet
     routes: list[Any] = field(default_factory=list)  # vLLM's arrays of the experts that tokens went to
@@ -51,6 +54,7 @@ class ParkedSample:
     asked: SampleRequest
     request: Request  # vLLM's, with all tokens so far
     runs: Runs
+    layouts: Layouts
     holds_pages: bool = False  # in the EP pool
     values: list[float] | None = None  # logprobs of the tokens so far, of a quiet request that asked for them
 
@@ -63,6 +67,7 @@ class RequestFront:
         self.results: list[SampleResult] = []
         self.pieces: list[SamplePiece] = []  # of streamed samples
         self._sent: dict[str, tuple[int, int]] = {}  # tokens and characters that were streamed
+        self.layout = "EP"  # that tokens are drawn in; `leave_layout` is called before it changes
         self.finished = 0  # results so far, also those that were taken
         self.iteration = 0  # of the step, the one that is going on
         self.is_running = False  # what is registered from now on joins a running step
@@ -75,6 +80,7 @@ class RequestFront:
         self._keys: dict[str, SampleKey] = {}
         self._asked: dict[str, SampleRequest] = {}
         self._runs: dict[str, Runs] = {}  # only of those that were parked before
+        self._layouts: dict[str, Layouts] = {}  # up to the last switch, only of those that had tokens then
         self._taken: set[SampleKey] = set()  # keys of prepared and of unfinished ones
         self.audience = Audience(self._keys)  # for the schedulers of both runtimes
 
@@ -166,6 +172,7 @@ class RequestFront:
         self._keys.clear()
         self._asked.clear()
         self._runs.clear()
+        self._layouts.clear()
         self._taken.clear()
         for request_id in ids:
             self.audience.forget(request_id)
@@ -265,7 +272,7 @@ class RequestFront:
             self._asked[request_id] = sample.asked
             self._may_be_quiet(request_id, sample.asked, sample.values)
             if sample.runs:
-                self._runs[request_id] = sample.runs
+                self._runs[request_id], self._layouts[request_id] = sample.runs, sample.layouts
                 self._first[request_id] = 0.0
             self._taken.add(sample.asked.key)
 
@@ -275,9 +282,9 @@ class RequestFront:
         parked = []
         for request_id in ids:
             self._catch_up(request_id)
-            runs = self._runs_of(request_id, requests[request_id].num_output_tokens)
+            runs, layouts = self._runs_of(request_id, requests[request_id].num_output_tokens)
             values = self.audience.logprobs.get(request_id)
-            parked.append(ParkedSample(self._forget(request_id), requests[request_id], runs, values=values))
+            parked.append(ParkedSample(self._forget(request_id), requests[request_id], runs, layouts, values=values))
         return parked
 
     def end_parked(self, samples: Iterable[ParkedSample]) -> list[SampleResult]:
@@ -287,15 +294,22 @@ class RequestFront:
         self._abort(ids)
         return self.take_results()
 
-    def _runs_of(self, request_id: str, tokens: int) -> Runs:
-        """By policy version, the first `tokens` tokens of a request. Those not told of yet are of the present one."""
-        runs = list(self._runs.get(request_id, ()))
-        new = tokens - sum(count for _, count in runs)
-        if new and runs and runs[-1][0] == self.policy_version:
-            runs[-1] = (self.policy_version, runs[-1][1] + new)
-        elif new:
-            runs.append((self.policy_version, new))
-        return runs
+    def _runs_of(self, request_id: str, tokens: int) -> tuple[Runs, Layouts]:
+        """The first `tokens` tokens of a request by policy version, and by layout; new ones are of the present ones."""
+        return (
+            extended(self._runs.get(request_id, ()), self.policy_version, tokens),
+            extended(self._layouts.get(request_id, ()), self.layout, tokens),
+        )
+
+    def leave_layout(self, requests: Mapping[str, Request]) -> None:
+        """What follows may be drawn in the other layout; `requests` are the core's, with nothing in flight.
+
+        Where the layout stays after all, nothing has changed.
+        """
+        for request_id in self._keys:
+            if tokens := requests[request_id].num_output_tokens:
+                layouts = self._layouts.get(request_id, ())
+                self._layouts[request_id] = extended(layouts, self.layout, tokens)
 
     # ---- to another rank's front ------------------------------------------------------------------------------------
 
@@ -308,11 +322,12 @@ class RequestFront:
                 continue
             state = processor.request_states[request_id]
             logprobs = state.logprobs_processor
-            runs, arrived = self._runs.get(request_id, []), self._arrived.get(request_id, 0.0)
+            runs, layouts = self._runs.get(request_id, []), self._layouts.get(request_id, [])
+            arrived = self._arrived.get(request_id, 0.0)
             first, values = self._first.get(request_id), self.audience.logprobs.get(request_id)
             asked = self._forget(request_id)
-            told = (logprobs.logprobs, logprobs.cumulative_logprob)
-            record = FrontRecord(request_id, asked, *told, runs, arrived, first, state.routed_experts_chunks, values)
+            told = (logprobs.logprobs, logprobs.cumulative_logprob, runs, layouts)
+            record = FrontRecord(request_id, asked, *told, arrived, first, state.routed_experts_chunks, values)
             records.append(record)
         processor.abort_requests([record.request_id for record in records], internal=True)
         return records
@@ -344,6 +359,8 @@ class RequestFront:
                 self._first[request.request_id] = record.first_s
             if record.runs:
                 self._runs[request.request_id] = record.runs
+            if record.layouts:
+                self._layouts[request.request_id] = record.layouts
             self._taken.add(key)
 
     def _replay(self, state: RequestState, record: FrontRecord, request: Request) -> None:
@@ -364,11 +381,11 @@ class RequestFront:
         state.routed_experts_chunks = record.routes
 
     def _end(self, request_id: str, output: Any) -> None:
-        runs = self._runs_of(request_id, len(output.outputs[0].token_ids))
+        told = self._runs_of(request_id, len(output.outputs[0].token_ids))
         arrived, first = self._arrived.get(request_id, 0.0), self._first.get(request_id, 0.0)
         values = self.audience.logprobs.get(request_id)
         asked = self._forget(request_id)
-        result = self._result(asked, output, runs, values)
+        result = self._result(asked, output, *told, values)
         result.arrived_s, result.first_s = arrived, first
         if self._drafts is not None:
             self._drafts.note(request_id, asked.prompt_token_ids, result)
@@ -381,6 +398,7 @@ class RequestFront:
         self.audience.forget(request_id)
         self._taken.discard(self._keys.pop(request_id))
         self._runs.pop(request_id, None)
+        self._layouts.pop(request_id, None)
         self._arrived.pop(request_id, None)
         self._first.pop(request_id, None)
         return self._asked.pop(request_id)
@@ -400,7 +418,9 @@ class RequestFront:
         taken, self.results = self.results, []
         return taken
 
-    def _result(self, asked: SampleRequest, output: Any, runs: Runs, values: list[float] | None) -> SampleResult:
+    def _result(
+        self, asked: SampleRequest, output: Any, runs: Runs, layouts: Layouts, values: list[float] | None
+    ) -> SampleResult:
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         logprobs, tops = (values, None) if values is not None else _logprobs(asked, token_ids, completion.logprobs)
@@ -417,6 +437,7 @@ class RequestFront:
             rank=self.rank,
             top_logprobs=tops,
             versions=runs,
+            layouts=layouts,
             routed_experts=completion.routed_experts,
         )
 

@@ -59,6 +59,7 @@ class Observation:
     mean_context: float | None = None  # tokens held per live sample; None: mean prompt + estimated age
     finished: Sequence[Finished] | None = None  # since the last observation; None: told from `live`
     came: Mapping[int, int] | None = None  # prompt -> samples that joined since; only with `finished`
+    staged: float = 0.0  # share of the layers whose experts have been sent ahead, for a switch to TP
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +315,10 @@ class SwitchPolicy:
             horizon=max(1, cap - int(self.lengths.age)),
             balanced=False,
             tail_speed=self.tail_speed,
+            staged=seen.staged,
         )
+        if seen.staged:
+            inputs["staged"] = seen.staged
         if self.tail_speed != 1.0:
             inputs["tail_speed"] = self.tail_speed
         inputs |= {

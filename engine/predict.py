@@ -61,6 +61,7 @@ def outlook(
     horizon: int,
     balanced: bool = False,
     tail_speed: float = 1.0,
+    staged: float = 0.0,
 ) -> Outlook:
     """What staying in EP, switching now and switching later are expected to take.
 
@@ -70,6 +71,7 @@ def outlook(
         horizon: most iterations that can follow.
         balanced: whether EP ranks hold equal shares always; else they are spread by chance.
         tail_speed: how many times as fast as by costs a sample gets its tokens in TP, as drafts make it.
+        staged: share of the layers whose experts have been sent ahead, which shortens a switch now and later.
     """
     ends = offset_grid(max(1, horizon))
     starts, width = ends[:-1], np.diff(ends)
@@ -81,7 +83,7 @@ def outlook(
     ep = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.EP, live, at, fullest))])
     tp = np.concatenate([[0.0], np.cumsum(width * any_ * costs.ms(Layout.TP, live, at) / tail_speed)])
     running, chance = seen.live[: len(ends)], seen.any[: len(ends)]
-    switch = chance * costs.switch_ms(Layout.TP, running, running * (context + ends))
+    switch = chance * costs.switch_ms(Layout.TP, running, running * (context + ends), staged)
     total = ep + switch + (tp[-1] - tp)  # by the moment of the switch
     later = int(np.argmin(total[1:])) + 1
     return Outlook(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -104,12 +105,15 @@ class CounterSampler(nn.Module):
             raise ValueError(f"request {request_id} has no sample seed in extra_args[{SEED_FIELD!r}]") from None
 
 
-def to_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """int64 [len(numbers)] on `device`, without waiting for it.
+def to_device(numbers: list[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """`numbers` on `device`, in their shape and dtype (int64 from a list), without waiting for it.
 
-    From pinned memory, which torch keeps until the copy is done; it pins no tensor that is made from an array of numpy.
+    From pinned memory, which torch keeps until the copy is done. It is taken as such and then filled: torch pins no
+    tensor that is made from an array of numpy. The answer shares no memory with `numbers`.
     """
-    on_host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    values = np.ascontiguousarray(numbers, dtype=np.int64 if isinstance(numbers, list) else None)
+    source = torch.from_numpy(values)
+    on_host = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda").copy_(source)
     return on_host.to(device, non_blocking=True)
 
 

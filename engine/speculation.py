@@ -106,6 +106,7 @@ class TailDrafter:
             self.sizes = np.array(sizes)
         _all_processors(runner)
         self._verifier = runner.rejection_sampler = KeyedVerifier(runner)
+        runner._calc_spec_decode_metadata = self._verifier.metadata
         # Near the model's longest text vLLM would replace the drafts of all requests by zeros; here each has its limit.
         runner.effective_drafter_max_model_len = self.max_model_len + self.width + 1
         self.modes = TailModes(core, runner, self.width, steady)
@@ -149,23 +150,23 @@ class TailDrafter:
         """A draft for every row of the batch, which has these tokens: table [rows, longest], of which so many count."""
         names = self.runner.input_batch.req_ids
         rows = len(sampled_token_ids)
-        drafted = self._count(names, sampled_token_ids)
+        got = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=rows)
+        drafted = self._count(names, got)
         if self.index is None or rows > self.max_samples or self._has_budgets():
             return [[] for _ in range(rows)]
         slots = self._slots(names[:rows])
         lengths = num_tokens_no_spec[:rows].astype(np.int64)
-        if drafted is not None:
-            accepted = np.array([max(0, len(tokens) - 1) for tokens in sampled_token_ids], dtype=np.int64)
+        if drafted is None:
+            self._seen.wait(slots)
         else:
-            drafted = accepted = np.zeros(rows, dtype=np.int64)
-        self._seen.judge(slots, self._chance[slots], drafted, np.minimum(accepted, drafted))
+            self._seen.judge(slots, self._chance[slots], drafted, np.minimum(np.maximum(got - 1, 0), drafted))
         self.index.extend(slots, token_ids_cpu, np.arange(rows), lengths)
-        limits = np.where([bool(tokens) for tokens in sampled_token_ids], self._room(slots, lengths), 0)
+        limits = np.where(got > 0, self._room(slots, lengths), 0)
         drafts = self.guess(slots, limits, lengths)
         self._context = float(lengths.mean()) if rows else 0.0
         verified = self._lengths(slots, drafts)
         self._chance[slots] = drafts.chance
-        return [drafts.tokens[row, :length].tolist() for row, length in enumerate(verified)]
+        return [tokens[:length] for tokens, length in zip(drafts.tokens.tolist(), verified.tolist(), strict=True)]
 
     def take_pass(self) -> DraftPass | None:
         """The iteration that drafted last. Once."""
@@ -214,7 +215,7 @@ class TailDrafter:
 
     def _room(self, slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens that each request may still get, besides the one that needs no draft."""
-        return np.clip(self._ends[slots] - lengths - 1, 0, self.width)
+        return np.minimum(np.maximum(self._ends[slots] - lengths - 1, 0), self.width)
 
     def _most(self, rows: int) -> int:
         """Drafted tokens that an iteration of so many requests has room for."""
@@ -284,33 +285,34 @@ class TailDrafter:
         running = set(names)
         return self._slot_of.pop(next(name for name in self._slot_of if name not in running))
 
-    def _count(self, names: list[str], sampled: list[list[int]]) -> npt.NDArray[np.int64] | None:
-        """Keep the tally; returns by row how many drafted tokens were verified, None if there were none."""
+    def _count(self, names: list[str], got: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Keep the tally; rows got so many tokens. Returns by row how many drafted ones were verified, None if none."""
         drafted = self._verifier.take_drafted()
         tally = self.tally
         tally.iterations += 1
         tally.with_drafts += drafted is not None
-        rows = sum(map(bool, sampled))
+        rows = int(np.count_nonzero(got))
         self._pass = DraftPass(rows, sum(drafted or ()), self._context)
         tally.rows += rows
-        tally.tokens += sum(map(len, sampled))
+        tally.tokens += int(got.sum())
         if drafted is None:
             return None
-        counts = np.array(drafted, dtype=np.int64)
-        got = np.array([len(tokens) for tokens in sampled], dtype=np.int64)
-        counts = np.where(got > 0, counts, 0)
+        verified = np.array(drafted, dtype=np.int64)
+        counts = np.where(got > 0, verified, 0)
         right = np.minimum(np.maximum(got - 1, 0), counts)
         tally.drafted += int(counts.sum())
-        for position in range(self.width):
-            tally.verified[position] += int((np.minimum(right + 1, counts) > position).sum())
-            tally.accepted[position] += int((right > position).sum())
-        for row in np.flatnonzero(counts):
-            mine = tally.by_request.get(names[row])
-            if mine is None:
-                mine = tally.by_request[names[row]] = RequestDrafts()
-            mine.drafted += int(counts[row])
-            mine.accepted += int(right[row])
-        return np.array(drafted, dtype=np.int64)
+        # At position p there were as many as got beyond it: of the rows with 0, 1, ... tokens, those with more than p.
+        for into, reached in ((tally.verified, np.minimum(right + 1, counts)), (tally.accepted, right)):
+            beyond = np.bincount(reached, minlength=self.width + 1)[::-1].cumsum()[::-1][1:].tolist()
+            into[:] = [known + new for known, new in zip(into, beyond, strict=True)]
+        mine_of = tally.by_request
+        for row, count, kept in zip(*(part.tolist() for part in (np.arange(len(got)), counts, right)), strict=True):
+            if count:
+                if (mine := mine_of.get(names[row])) is None:
+                    mine = mine_of[names[row]] = RequestDrafts()
+                mine.drafted += count
+                mine.accepted += kept
+        return verified
 
 
 def install(core: Any, runner: Any, config: TailConfig, sizes: list[int], steady: Any) -> TailDrafter | None:

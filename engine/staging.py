@@ -1,8 +1,11 @@
-"""PREPARE and COMMIT: the experts' bytes go to their new ranks while EP still decodes, and only local copies remain.
+"""PREPARE and COMMIT: the experts' bytes go to their new ranks while EP still decodes, and local copies remain.
 
 PREPARE sends what each rank will need from the others into pages withdrawn from its KV pool (moebius.engine.reserve).
 The senders only read their experts, so decoding goes on. COMMIT, in the pause, copies from there, and what a rank keeps
 for itself, into the slots. Before PREPARE and after COMMIT the pages are ordinary KV pages.
+
+As many of the lowest layers are staged as the free pages of the fullest rank hold (moebius.kernels.rooms says why
+those); COMMIT moves the others over the link, beside the copies of those that were staged.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from moebius.engine.layout import Layout
 from moebius.engine.reserve import Reserve
 from moebius.engine.runtime import RuntimePair
 from moebius.kernels.collective import Mover
+from moebius.kernels.rooms import Parts, Room, commit_order, pack_rooms
 
 _SPARE_PAGES = 4  # per request
+_USEFUL = 4  # with prepare: auto, fewer than one layer in so many is not worth it
 
 
 class Staging:
@@ -24,15 +29,27 @@ class Staging:
 
     def __init__(self, pair: RuntimePair, mover: Mover, config: EngineConfig, group: dist.ProcessGroup) -> None:
         self._pair, self._mover, self._group = pair, mover, group
-        self.is_ready = False  # the experts' bytes are staged, or on their way
+        self.count = len(pair.ep.expert_modules)  # MoE layers
+        self.most = min(self.count, config.prepare_layers or self.count)  # to stage; may change between steps
+        self.layers = 0  # the lowest ones, whose bytes are staged, or on their way
         self.sent = 0  # bytes this rank has sent for the present preparation
         self._reserve: Reserve | None = None
+        self._is_auto = config.prepare == "auto"
         self.why_not = self._obstacle(config)
         if self.why_not is None:
-            self._reserve = Reserve(pair.ep.scheduler.kv_cache_manager.block_pool, self._pages())
-            self._room = [self._room_of(layer) for layer in range(len(pair.ep.expert_modules))]
+            self._reserve = Reserve(pair.ep.scheduler.kv_cache_manager.block_pool, self._fewest(self._most_pages())[0])
         elif config.prepare == "on":
             raise ValueError(f"engine.prepare is on, but a switch cannot be prepared: {self.why_not}")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether experts are staged, or on their way."""
+        return self.layers > 0
+
+    @property
+    def share(self) -> float:
+        """The part of all MoE layers that is staged."""
+        return self.layers / self.count
 
     @property
     def withdrawn(self) -> int:
@@ -41,39 +58,43 @@ class Staging:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Start sending, if all ranks have the pages free; a collective with one answer for all. EP must be active."""
+        """Start sending, if enough pages are free on all ranks; a collective with one answer for all.
+
+        The rank with the fewest decides how many layers. EP must be active.
+        """
         if self._reserve is None or self.is_ready:
             return self.is_ready
         ep = self._pair.ep
         # What remains must do for the requests until the switch.
-        left = ep.free_pages - self._reserve.pages
-        enough = self._reserve.is_free and left >= _SPARE_PAGES * ep.scheduler.get_num_unfinished_requests()
-        free = torch.tensor([int(enough)])
-        dist.all_reduce(free, op=dist.ReduceOp.MIN, group=self._group)
-        if not free.item():
+        left = ep.free_pages - _SPARE_PAGES * ep.scheduler.get_num_unfinished_requests()
+        pages = torch.tensor([max(0, min(self._reserve.free_run(), left))])
+        dist.all_reduce(pages, op=dist.ReduceOp.MIN, group=self._group)
+        fewest, rooms = self._fewest(int(pages.item()))
+        if len(rooms) < self._least():
             return False
-        self._reserve.withdraw()
-        self.is_ready = True
+        self._reserve.withdraw(fewest)
+        self._staged, self.layers = rooms, len(rooms)
         self._mover.begin_staging()
-        layers = zip(self._pair.ep.expert_modules, self._pair.tp.expert_modules, self._room, strict=True)
         self.sent = sum(
-            self._mover.stage_experts(ep.w13_weight, ep.w2_weight, tp.w13_weight, tp.w2_weight, room)
-            for ep, tp, room in layers
+            self._mover.stage_experts(*self._tensors(layer), room) for layer, room in enumerate(self._staged)
         )
         self._mover.end_staging()
         return True
 
     @torch.inference_mode()
     def commit(self) -> int:
-        """Bring the staged experts into TP's slots, in order with the current stream; bytes that had been sent."""
+        """Bring all experts into TP's slots, in order with the current stream; bytes sent, with those ahead."""
         assert self._reserve is not None and self.is_ready
-        self._mover.begin_commit()
-        layers = zip(self._pair.ep.expert_modules, self._pair.tp.expert_modules, self._room, strict=True)
-        for ep, tp, room in layers:  # upwards, as ever: a layer's slot is its predecessor's source
-            self._mover.commit_experts(ep.w13_weight, ep.w2_weight, tp.w13_weight, tp.w2_weight, room)
+        sent = self.sent
+        self._mover.begin_commit(moves_follow=self.layers < self.count)
+        for layer in commit_order(self.layers, self.count):
+            if layer < self.layers:
+                self._mover.commit_experts(*self._tensors(layer), self._staged[layer])
+            else:
+                sent += self._mover.experts_ep_to_tp(*self._tensors(layer))
         self._mover.end_commit()
         self._end()
-        return self.sent
+        return sent
 
     def drop(self) -> None:
         """Forget what was staged, if anything was: the weights change, or there is no switch."""
@@ -85,10 +106,10 @@ class Staging:
         assert self._reserve is not None
         # In stream order behind the copies: whatever is written to these pages next comes later.
         self._reserve.give_back()
-        self.is_ready = False
+        self.layers = self.sent = 0
 
     def _obstacle(self, config: EngineConfig) -> str | None:
-        pair, ranks = self._pair, dist.get_world_size(self._group)
+        pair, ranks = self._pair, self._ranks
         if config.prepare == "off":
             return "engine.prepare is off"
         if ranks == 1:
@@ -99,33 +120,70 @@ class Staging:
         if kv.dtype != weight.dtype:
             # Left in a page, weights read as another type could be NaN, which masked attention does not mask.
             return f"KV is {kv.dtype} and the experts are {weight.dtype}"
-        if len(pair.ep.expert_modules) > len(pair.ep.kv):
-            return "there are more MoE layers than attention layers"
-        if kv.stride(0) * kv.element_size() * kv.shape[0] > self._kv_slot(0).numel() or kv.stride(0) != kv[0].numel():
-            return "a KV page is not one run of memory"
-        usable = pair.ep.usable_pages
-        if (self._pages() > usable // 2 and config.prepare == "auto") or self._pages() >= usable:
-            return f"it needs {self._pages()} of {usable} KV pages per rank: raise engine.kv_cache_bytes"
+        slot = pair.buffer.kv_slot(Layout.EP, 0).numel()
+        for kv in pair.ep.kv:
+            page = kv.stride(0) * kv.element_size()
+            if page != self._page_bytes() or page * kv.shape[0] > slot or kv.stride(0) != kv[0].numel():
+                return "a KV page is not one run of memory, as large in every layer"
+        fitting = len(self._rooms(self._most_pages()))
+        if fitting < self._least():
+            return (
+                f"{fitting} of {self.count} layers of experts fit into {self._most_pages()} of {pair.ep.usable_pages} "
+                f"KV pages per rank, {self._least()} are wanted: raise engine.kv_cache_bytes"
+            )
         return None
 
-    def _kv_slot(self, layer: int) -> torch.Tensor:
-        return self._pair.buffer.kv_slot(Layout.EP, layer)
+    def _least(self) -> int:
+        """Layers that must fit for a preparation to be worth it."""
+        return max(1, -(-self.most // _USEFUL)) if self._is_auto else 1
+
+    def _most_pages(self) -> int:
+        """Pages that may be withdrawn at all."""
+        usable = self._pair.ep.usable_pages
+        return usable // 2 if self._is_auto else usable - 1
+
+    def _fewest(self, pages: int) -> tuple[int, list[Room]]:
+        """About the fewest pages that hold as many layers as `pages` do, and the rooms in them."""
+        rooms = self._rooms(pages)
+        slots, fewest = len(self._pair.ep.kv) * self._page_bytes(), 0
+        held = sum(room.nbytes for room in rooms)
+        while (fewest := max(-(-held // slots), fewest + fewest // 64 + 1)) < pages:  # rows leave gaps
+            found = self._rooms(fewest)
+            if len(found) >= len(rooms):
+                return fewest, found
+        return pages, rooms
+
+    def _rooms(self, pages: int) -> list[Room]:
+        """Rooms in the KV slots of all layers, in so many pages of highest ids. The same on every rank."""
+        pair, page = self._pair, self._page_bytes()
+        total = pair.ep.kv[0].shape[0]
+        spans = []
+        for layer in range(len(pair.ep.kv) if pages > 0 else 0):
+            slot = pair.buffer.kv_slot(Layout.EP, layer)
+            start = slot.data_ptr() - pair.buffer.storage.data_ptr()
+            spans.append((start + (total - pages) * page, start + total * page))
+        parts = self._parts()
+        packed = pack_rooms(spans, parts, self._ranks, self.count, self.most)
+        last = self.count - 1
+        return [
+            Room(pair.buffer.storage, parts, layer + 1 == len(packed) and layer != last, pieces)
+            for layer, pieces in enumerate(packed)
+        ]
+
+    def _tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        ep, tp = self._pair.ep.expert_modules[layer], self._pair.tp.expert_modules[layer]
+        return ep.w13_weight, ep.w2_weight, tp.w13_weight, tp.w2_weight
 
     def _page_bytes(self) -> int:
         kv = self._pair.ep.kv[0]
         return kv.stride(0) * kv.element_size()
 
-    def _layer_bytes(self) -> int:
-        """What one layer receives from all peers."""
-        ranks = dist.get_world_size(self._group)
-        module = self._pair.ep.expert_modules[0]
-        whole = sum(p.numel() * p.element_size() for p in (module.w13_weight, module.w2_weight))
-        return whole // ranks * (ranks - 1)
+    def _parts(self) -> Parts:
+        """Rows and bytes per row of what one rank sends another of a layer."""
+        w13, w2 = (self._pair.ep.expert_modules[0].w13_weight, self._pair.ep.expert_modules[0].w2_weight)
+        (local, _, hidden), inter, size = w13.shape, w2.shape[2] // self._ranks, w13.element_size()
+        return (2 * local, inter * hidden * size), (local * hidden, inter * size)
 
-    def _pages(self) -> int:
-        return -(-self._layer_bytes() // self._page_bytes())
-
-    def _room_of(self, layer: int) -> torch.Tensor:
-        assert self._reserve is not None
-        start = self._reserve.first * self._page_bytes()
-        return self._kv_slot(layer)[start : start + self._layer_bytes()]
+    @property
+    def _ranks(self) -> int:
+        return dist.get_world_size(self._group)

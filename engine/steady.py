@@ -22,6 +22,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from moebius.engine.steady_pages import SteadyPages
 from moebius.engine.tail_modes import AheadScheduler
 
 
@@ -61,6 +62,7 @@ class SteadyScheduling:
         self._manager, self._coordinator = manager, manager.coordinator
         (self._pages,) = manager.coordinator.single_type_managers
         self._page = self._pages.block_size
+        SteadyPages(manager)
         self.take_over()
 
     def take_over(self) -> None:

@@ -101,7 +101,7 @@ class SteadyRunner:
         if places[-1] == len(rows) - 1 and np.array_equal(rows, places):
             runner.input_ids.gpu[: len(rows)].copy_(sampled[: len(rows), 0], non_blocking=True)
             return
-        index, source = (to_device(numbers.tolist(), runner.device) for numbers in (places, rows))
+        index, source = (to_device(numbers.astype(np.int64), runner.device) for numbers in (places, rows))
         runner.input_ids.gpu.scatter_(dim=0, index=index, src=sampled[source, 0])
 
     def _bookkeeping_sync(

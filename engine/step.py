@@ -78,6 +78,7 @@ class Step:
         self.stats, self.on_iteration, self.on_results = stats, on_iteration, on_results
         self.drafts = switcher.drafts  # None: TP has none
         self.front = RequestFront(pair.front, stats.rank, policy_version, self.drafts)
+        self.front.layout = pair.layout.value
         for runtime in (pair.ep, pair.tp):
             if runtime.steady is not None:
                 runtime.steady.audience = self.front.audience
@@ -256,16 +257,19 @@ class Step:
         with timer.phase("decide"):
             ranks = self.switcher.place()
             fit = self.switcher.fits_ep(ranks)
+            self.front.leave_layout(self.pair.active.scheduler.requests)
         if not ranks or fit.refusal is not None:
             return False
         t = time.perf_counter() - self._started
         record = self.switcher.to_ep(fit, ranks, self.front, timer, iteration=iteration, t=t)
+        self.front.layout = Layout.EP.value
         self.stats.switches.append(record)
         self.stats.switch_s += record.pause_ms / 1e3
         return True
 
     def _decide(self, iteration: int, live: int) -> Layout | None:
-        seen = Observation(iteration, live, self.pair.layout, self._seconds, self._unseen_tokens)
+        staged = self.switcher.staging.share
+        seen = Observation(iteration, live, self.pair.layout, self._seconds, self._unseen_tokens, staged=staged)
         if self.policy.learns_lengths:
             seen = replace(seen, finished=self._told.finished, came=self._told.came)
             self._told = Lengths()
@@ -432,6 +436,7 @@ class Step:
             with timer.phase("decide"):
                 ranks = self.switcher.place() if to is Layout.EP else {}
                 fit = self.switcher.fits_ep(ranks) if to is Layout.EP else self.switcher.fits_tp()
+                self.front.leave_layout(self.pair.active.scheduler.requests)
             reason = fit.refusal
             if reason is None:
                 if to is Layout.EP:
@@ -441,6 +446,7 @@ class Step:
         except QuiesceError as error:
             reason = f"not at rest: {error}"
         if reason is None:
+            self.front.layout = to.value
             self.policy.switched()
             self.profiler.after_switch()
             self.stats.switches.append(record)

@@ -198,7 +198,7 @@ class Switcher:
         """EP->TP with every live request, which `fits_tp` has found to fit. Raises SwitchError if the step is lost."""
         with timer.phase("quiesce"):
             self._synchronize()
-        clock, prepared = DeviceClock(), self.staging.is_ready
+        clock, staged, ahead = DeviceClock(), self.staging.layers, self.staging.sent
         with _all_or_nothing(Layout.TP):
             sent = self._launch_reshard(Layout.TP, timer, clock)
             with timer.phase("export"):
@@ -218,7 +218,7 @@ class Switcher:
                 self.drafts.begin_with(batches)
         counts, tokens = [len(batch) for batch in batches], sum(int(batch.computed.sum()) for batch in batches)
         record = self._activate(fit, timer, clock, iteration, t, counts, tokens, (sent, kv_bytes))
-        record.prepared = prepared
+        record.prepared, record.staged_layers, record.staged_bytes = staged > 0, staged, ahead
         return record
 
     def _raise_in_flight(self, problem: str | None) -> None:
@@ -347,6 +347,7 @@ class Switcher:
             kv_bytes=sent[1],
             kv_use_before=fit.use,
             kv_use_after=1.0 - target.free_pages / target.usable_pages,
+            expert_layers=len(target.expert_modules),
         )
 
     def reshard(self, to: Layout) -> int:

@@ -49,6 +49,7 @@ class SampleResult:
     ended_iteration: int = -1  # of the step; -1: not recorded
     # Policy version and how many tokens were sampled under it, in the order of the tokens.
     versions: list[tuple[int, int]] = field(default_factory=list)
+    layouts: list[tuple[str, int]] = field(default_factory=list)  # "EP" | "TP", likewise
     drafted: int = 0  # tokens of drafts that were verified for it in this step, and how many of them were right
     accepted: int = 0
     # [tokens, layers, experts per token], small unsigned ints: of the prompt and all output tokens but the last, which
@@ -102,7 +103,10 @@ class SwitchRecord:
     kv_use_before: float  # share of pages in use in the source, worst rank
     kv_use_after: float  # the same in the target
     device_ms: dict[str, float] = field(default_factory=dict)  # experts, kv: their moves, beside the host's phases
-    prepared: bool = False  # the experts' bytes had been sent before
+    prepared: bool = False  # experts' bytes had been sent before
+    staged_layers: int = 0  # so many layers of them, out of expert_layers
+    staged_bytes: int = 0  # of expert_bytes
+    expert_layers: int = 0
 
 
 @dataclass(slots=True)

@@ -13,10 +13,11 @@ words and min_tokens then see the tokens before that position, drafted ones incl
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -29,6 +30,8 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from moebius.engine.sampler import to_device
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -37,6 +40,62 @@ REJECTED = -1  # what vLLM takes for "no token"
 
 class UnknownProcessor(RuntimeError):
     """vLLM has a logits processor that drafts are not verified with."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where the tokens of a pass with drafts are: B requests, n rows of logits, `width` columns of sampled tokens.
+
+    A request has a row for each of its drafted tokens and one behind them. What the device needs goes there in one
+    copy: while drafts are verified nothing is scheduled ahead, and each copy costs the host as much as a kernel.
+    """
+
+    counts: npt.NDArray[np.int64]  # [B]: drafted tokens
+    rows: npt.NDArray[np.int64]  # [n]: the request of each row
+    step: npt.NDArray[np.int64]  # [n]: tokens of the draft before this row's
+    first: npt.NDArray[np.int64]  # [B]: first row of each request
+    width: int  # of the longest draft, and one
+    requests: torch.Tensor  # int64 [n], as `rows`
+    ahead: torch.Tensor  # int32 [n]: tokens of the pass behind this row's
+    of_row: torch.Tensor  # int64 [B, width]: rows, and where a request has no more of them its last one
+    at: torch.Tensor  # int64 [drafted]: of [B, width], flat, where a drafted token is compared
+    logits: torch.Tensor  # int64 [n]: of the tokens of the pass, those whose logits are needed; empty without `ends`
+    inputs: torch.Tensor  # int64 [drafted]: of the tokens of the pass, the drafted ones; empty without `ends`
+
+    @classmethod
+    def of(cls, drafted: npt.ArrayLike, device: torch.device, ends: npt.NDArray[Any] | None = None) -> Places:
+        """For requests with so many drafted tokens; `ends[r]` is the end of request r in the tokens of the pass."""
+        counts = np.asarray(drafted, dtype=np.int64)
+        rows = np.repeat(np.arange(len(counts)), counts + 1)
+        last = np.cumsum(counts + 1)
+        first = last - (counts + 1)
+        step = np.arange(len(rows)) - first[rows]
+        behind = counts[rows] - step
+        width = int(counts.max(initial=0)) + 1
+        steps = np.arange(width)
+        of_row = first[:, None] + np.minimum(steps, counts[:, None])
+        logits = np.empty(0, dtype=np.int64) if ends is None else ends[rows] - 1 - behind
+        parts = [
+            rows,
+            of_row.ravel(),
+            np.flatnonzero(steps < counts[:, None]),
+            logits,
+            logits[step > 0] if len(logits) else logits,
+            # Two in each number: positions are int32 elsewhere, and kernels are compiled for that.
+            np.append(behind, np.zeros(len(rows) % 2, dtype=np.int64)).astype(np.int32).view(np.int64),
+        ]
+        sent = to_device(np.concatenate(parts), device).split([len(part) for part in parts])
+        return cls(
+            counts, rows, step, first, width,
+            sent[0], sent[5].view(torch.int32)[: len(rows)], sent[1].view(len(counts), width), *sent[2:5],
+        )  # fmt: skip
+
+
+@dataclass
+class KeyedMetadata(SpecDecodeMetadata):
+    """vLLM's, of which only what is used here is filled in."""
+
+    places: Places | None = None
 
 
 class KeyedVerifier(nn.Module):
@@ -48,6 +107,16 @@ class KeyedVerifier(nn.Module):
         super().__init__()
         object.__setattr__(self, "runner", runner)  # not a submodule: the runner owns this
         self._drafted: list[int] | None = None  # by row of the batch, if it had drafts; for whoever takes it
+        self._steps = torch.empty(0, dtype=torch.int64)  # 0, 1, ... on the device
+
+    def metadata(self, drafted: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> KeyedMetadata:
+        """As the runner's `_calc_spec_decode_metadata`, which gets the same arguments, with one copy to the device."""
+        places = Places.of(drafted, self.runner.device, ends)
+        nothing = places.at[:0]  # for vLLM's own rejection sampling, which is not done
+        tokens = self.runner.input_ids.gpu[places.inputs]
+        return KeyedMetadata(
+            tokens, drafted.tolist(), nothing, nothing, nothing, nothing, places.logits, places=places
+        )  # fmt: skip
 
     def forward(
         self,
@@ -64,30 +133,25 @@ class KeyedVerifier(nn.Module):
         if draft_probs is not None:
             raise ValueError("drafts are verified by equality: they have no probabilities here")
         self._drafted = list(metadata.num_draft_tokens)
-        counts = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
-        device, rows = logits.device, np.repeat(np.arange(len(counts)), counts + 1)
-        first = np.cumsum(counts + 1) - (counts + 1)
-        step = np.arange(len(rows)) - first[rows]  # tokens of the draft before this row's
-        requests = _to(rows, device)
+        places = getattr(metadata, "places", None) or Places.of(metadata.num_draft_tokens, logits.device)
         # seq_lens counts the whole draft as if it were accepted.
-        positions = self.runner.seq_lens[: len(counts)][requests] - _to((counts[rows] - step).astype(np.int32), device)
+        positions = self.runner.seq_lens[: len(places.counts)][places.requests] - places.ahead
         sampler: Any = self.runner.sampler
-        with sampler.topk_topp_sampler.rows(requests, positions):
+        with sampler.topk_topp_sampler.rows(places.requests, positions):
             drawn = sampler(
                 logits=logits,
-                sampling_metadata=repeated(sampling_metadata, rows, step, first, requests),
+                sampling_metadata=repeated(sampling_metadata, places.rows, places.step, places.first, places.requests),
             )
-        width = int(counts.max(initial=0)) + 1
-        steps = np.arange(width)
-        # [B, width]: rows of the logits, and where they are no more of this request its last one.
-        of_row = _to(first[:, None] + np.minimum(steps[None], counts[:, None]), device)
-        sampled = drawn.sampled_token_ids.view(-1)[of_row]
+        sampled = drawn.sampled_token_ids.view(-1)[places.of_row]
         drafts = torch.full_like(sampled, REJECTED)
-        at = np.flatnonzero(steps[None] < counts[:, None])
-        drafts.view(-1)[_to(at, device)] = metadata.draft_token_ids.to(sampled.dtype)
-        accepted = self.accepted(sampled, drafts)
-        tokens = torch.where(_to(steps, device)[None] <= accepted[:, None], sampled, REJECTED)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=_reordered(drawn.logprobs_tensors, of_row))
+        drafts.view(-1)[places.at] = metadata.draft_token_ids.to(sampled.dtype)
+        if len(self._steps) < places.width or self._steps.device != logits.device:
+            self._steps = torch.arange(places.width + 8, device=logits.device)
+        kept = self._steps[: places.width] <= self.accepted(sampled, drafts)[:, None]
+        tokens = torch.where(kept, sampled, REJECTED)
+        return SamplerOutput(
+            sampled_token_ids=tokens, logprobs_tensors=_reordered(drawn.logprobs_tensors, places.of_row)
+        )
 
     def take_drafted(self) -> list[int] | None:
         """Verified tokens by row of the batch sampled last; None if it had no drafts. Once."""
@@ -182,11 +246,17 @@ def repeated(
 
 def _repeated(processor: Any, first: np.ndarray, ends: np.ndarray, requests: torch.Tensor) -> Any:
     """A logits processor as `processor`, for one row per position. Its state belongs to vLLM and stays as it is."""
+    state = {
+        MinPLogitsProcessor: "min_p_count",
+        LogitBiasLogitsProcessor: "biases",
+        MinTokensLogitsProcessor: "min_toks",
+    }
+    if (name := state.get(type(processor))) is not None and not getattr(processor, name):
+        return processor  # no request has a use for it, so it does nothing whatever the rows are
     copied = copy.copy(processor)
     pairs: list[tuple[int, int]] = []
     if isinstance(processor, MinPLogitsProcessor):
-        if processor.min_p_count:
-            copied.min_p = processor.min_p[requests]
+        copied.min_p = processor.min_p[requests]
     elif isinstance(processor, LogitBiasLogitsProcessor):
         biases: list[float] = []
         for request, bias in processor.biases.items():
@@ -217,8 +287,3 @@ def _reordered(logprobs: LogprobsTensors | None, rows: torch.Tensor) -> Logprobs
         return None
     flat = rows.reshape(-1)
     return LogprobsTensors(*(tensor[flat] for tensor in logprobs[:3]))
-
-
-def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    on_host = torch.from_numpy(np.ascontiguousarray(values))
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host

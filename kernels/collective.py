@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from moebius.kernels.rooms import Parts, Room
+
 PagePairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 HeadRanges = Sequence[tuple[int, int]]
 
@@ -65,12 +67,12 @@ class Mover(Protocol):
         src_w2: torch.Tensor,
         dst_w13: torch.Tensor,
         dst_w2: torch.Tensor,
-        room: torch.Tensor,
+        room: Room,
     ) -> int:
         """Send one layer's experts to where TP needs them, into the peers' `room`; returns the bytes sent.
 
-        `room` (uint8, the same part of the buffer on every rank) holds (ranks - 1) / ranks of the experts' bytes. The
-        targets are not written to; their shapes count.
+        The room's pieces are the same on every rank. The targets are not written to; their shapes count. Raises
+        ValueError if the room does not fit the experts.
         """
         ...
 
@@ -78,8 +80,12 @@ class Mover(Protocol):
         """After the last `stage_experts`."""
         ...
 
-    def begin_commit(self) -> None:
-        """Before `commit_experts`, or in place of it: wait, in stream order, for all staging to end."""
+    def begin_commit(self, moves_follow: bool = False) -> None:
+        """Before `commit_experts`, or in place of it: wait, in stream order, for all staging to end.
+
+        `moves_follow`: layers that are not staged are moved by `experts_ep_to_tp` between this and `end_commit`, in any
+        order with those that are, each kind upwards. See `moebius.kernels.rooms`.
+        """
         ...
 
     def commit_experts(
@@ -88,13 +94,13 @@ class Mover(Protocol):
         src_w2: torch.Tensor,
         dst_w13: torch.Tensor,
         dst_w2: torch.Tensor,
-        room: torch.Tensor,
+        room: Room,
     ) -> None:
-        """What `experts_ep_to_tp` does, by local copies: from `room`, and from the sources what this rank keeps."""
+        """What `experts_ep_to_tp` does, by local copies: from `room`, and from the sources what is not in it."""
         ...
 
     def end_commit(self) -> None:
-        """After the last `commit_experts`: peers may write into this rank's memory again."""
+        """After the last layer: all are in order with the current stream, and peers may write here again."""
         ...
 
     def place_pages(self, pages: PagePairs, device: torch.device) -> PagePairs:
@@ -242,26 +248,26 @@ class CollectiveMover:
         src_w2: torch.Tensor,
         dst_w13: torch.Tensor,
         dst_w2: torch.Tensor,
-        room: torch.Tensor,
+        room: Room,
     ) -> int:
         """See `Mover.stage_experts`."""
         self._check_experts((src_w13, src_w2), (dst_w13, dst_w2))
+        room.check(self._parts(src_w13, src_w2), self._ranks)
         sent = 0
-        for (ep, by_target), parts in zip(self._cuts(src_w13, src_w2), self._rooms(room, src_w13, src_w2), strict=True):
+        for part, (ep, by_target) in enumerate(self._cuts(src_w13, src_w2)):
             send = self._stage("send", by_target.shape, ep.dtype, ep.device)
             send.copy_(by_target)
             received = self._stage("receive", (self._ranks, ep.numel() // self._ranks), ep.dtype, ep.device)
             self._exchange(received, send)
-            for peer, part in parts.items():
-                part.copy_(received[peer])
+            self._through_room(room, part, received.view(torch.uint8), into=True)
             sent += self._to_peers(ep)
         return sent
 
     def end_staging(self) -> None:
         """See `Mover.end_staging`."""
 
-    def begin_commit(self) -> None:
-        """See `Mover.begin_commit`."""
+    def begin_commit(self, moves_follow: bool = False) -> None:
+        """See `Mover.begin_commit`: all is in order with the current stream."""
 
     def commit_experts(
         self,
@@ -269,35 +275,36 @@ class CollectiveMover:
         src_w2: torch.Tensor,
         dst_w13: torch.Tensor,
         dst_w2: torch.Tensor,
-        room: torch.Tensor,
+        room: Room,
     ) -> None:
         """See `Mover.commit_experts`."""
         self._check_experts((src_w13, src_w2), (dst_w13, dst_w2))
-        rooms = self._rooms(room, src_w13, src_w2)
-        for (_, by_target), parts, tp in zip(self._cuts(src_w13, src_w2), rooms, (dst_w13, dst_w2), strict=True):
+        room.check(self._parts(src_w13, src_w2), self._ranks)
+        for part, ((_, by_target), tp) in enumerate(zip(self._cuts(src_w13, src_w2), (dst_w13, dst_w2), strict=True)):
             blocks = tp.view(self._ranks, -1)
-            blocks[self._rank].view(by_target.shape[1:]).copy_(by_target[self._rank])
-            for peer, part in parts.items():
-                blocks[peer].copy_(part)
+            if not room.whole:
+                blocks[self._rank].view(by_target.shape[1:]).copy_(by_target[self._rank])
+            self._through_room(room, part, blocks.view(torch.uint8), into=False)
 
     def end_commit(self) -> None:
         """See `Mover.end_commit`: peers write by collectives only, in which this rank takes part."""
 
-    def _rooms(self, room: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> list[dict[int, torch.Tensor]]:
-        """Per tensor: the part of `room` for each peer's block. Raises ValueError if it has another size."""
-        sizes = [tensor.numel() // self._ranks for tensor in (w13, w2)]
-        flat = room.view(w13.dtype)
-        if flat.numel() != sum(sizes) * (self._ranks - 1):
-            raise ValueError(
-                f"room for staging has {flat.numel()} elements, needed are {sum(sizes) * (self._ranks - 1)}"
-            )
-        rooms: list[dict[int, torch.Tensor]] = [{}, {}]
-        for peer in range(self._ranks):
-            if peer != self._rank:
-                start = staging_index(peer, self._rank, self._ranks) * sum(sizes)
-                rooms[0][peer] = flat[start : start + sizes[0]]
-                rooms[1][peer] = flat[start + sizes[0] : start + sum(sizes)]
-        return rooms
+    def _parts(self, w13: torch.Tensor, w2: torch.Tensor) -> Parts:
+        """Rows and bytes per row of one rank's blocks in TP."""
+        (local, rows, hidden), inter, size = w13.shape, w2.shape[2] // self._ranks, w13.element_size()
+        del rows
+        return (2 * local, inter * hidden * size), (local * hidden, inter * size)
+
+    def _through_room(self, room: Room, part: int, blocks: torch.Tensor, into: bool) -> None:
+        """Copy blocks (ranks, bytes) of all peers into the room, or out of it."""
+        for piece in room.pieces:
+            if piece.part == part:
+                begin, end = room.rows(piece)
+                outside, inside = blocks[(self._rank + 1 + piece.block) % self._ranks, begin:end], room.place(piece)
+                if into:
+                    inside.copy_(outside)
+                else:
+                    outside.copy_(inside)
 
     def place_pages(self, pages: PagePairs, device: torch.device) -> PagePairs:
         """See `Mover.place_pages`: on the device, where pages are gathered and scattered."""
@@ -396,7 +403,7 @@ class CollectiveMover:
 
 
 def staging_index(source: int, target: int, ranks: int) -> int:
-    """Which part of rank `target`'s staging room is rank `source`'s; there is none for its own."""
+    """Which block of rank `target`'s staging room is rank `source`'s; its own is the last one, where there is one."""
     return (source - target - 1) % ranks
 
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from moebius.kernels.collective import HeadRanges, PagePairs
 from moebius.kernels.cuda_calls import CudaError
 from moebius.kernels.experts import CopyEngine, ExpertMover, TensorMove, TritonCopy, expert_moves
-from moebius.kernels.kv import PageList, PageMover, pages_to_ep, pages_to_tp
+from moebius.kernels.kv import PageList, PageMover, pages_to_ep, pages_to_tp, span_of
 from moebius.kernels.peers import PeerError, PeerMap, gather_of
+from moebius.kernels.rooms import Room
 from moebius.kernels.signals import Barrier, How, Signals
-from moebius.kernels.staged import CommitPlan, StagedExperts
+from moebius.kernels.staged import CommitPlan, StagedExperts, staged_parts
 from moebius.kernels.virtual import VirtualMemory
 from moebius.kernels.virtual_peers import VirtualPeers
 
@@ -79,7 +80,7 @@ class DirectMover:
         self._group: dist.ProcessGroup | None = None
         self._page_lists: tuple[tuple[object, ...], PageList] | None = None
         self._plans: dict[tuple[object, ...], tuple[TensorMove, TensorMove]] = {}  # of layers seen: their places stay
-        self._commits: dict[tuple[int, ...], CommitPlan] = {}  # likewise
+        self._commits: dict[tuple[int, ...], CommitPlan] = {}  # of layers that were staged, with their last rooms
         self._staging = torch.empty(0, dtype=torch.int64)  # pinned, for the page ids of one move
 
     @classmethod
@@ -163,19 +164,20 @@ class DirectMover:
         src_w2: torch.Tensor,
         dst_w13: torch.Tensor,
         dst_w2: torch.Tensor,
-        room: torch.Tensor,
+        room: Room,
     ) -> int:
         """See `Mover.stage_experts`."""
+        self._commit_plan((src_w13, src_w2), (dst_w13, dst_w2), room)  # worked out now, not in the pause
         moves = self._expert_moves((src_w13, src_w2), (dst_w13, dst_w2), to_tp=True)
-        return self._staged.stage(moves, self.buffers.span(room)[0])
+        return self._staged.stage(moves, room)
 
     def end_staging(self) -> None:
         """See `Mover.end_staging`."""
         self._staged.end()
 
-    def begin_commit(self) -> None:
+    def begin_commit(self, moves_follow: bool = False) -> None:
         """See `Mover.begin_commit`."""
-        self._staged.begin_commit()
+        self._staged.begin_commit(moves_follow)
 
     def commit_experts(
         self,
@@ -183,20 +185,14 @@ class DirectMover:
         src_w2: torch.Tensor,
         dst_w13: torch.Tensor,
         dst_w2: torch.Tensor,
-        room: torch.Tensor,
+        room: Room,
     ) -> None:
-        """See `Mover.commit_experts`."""
-        source, target = (src_w13, src_w2), (dst_w13, dst_w2)
-        key = tuple(tensor.data_ptr() for tensor in (*source, *target, room))
-        if key not in self._commits:
-            of_ranks = [self._expert_moves(source, target, True, rank) for rank in range(self.buffers.ranks)]
-            starts = [self.buffers.span(tensor)[0] for tensor in target]
-            self._commits[key] = self._staged.plan_commit(of_ranks, target, starts, room)
-        self._staged.commit(self._commits[key])
+        """See `Mover.commit_experts`: beside what goes over the link between `begin_commit` and `end_commit`."""
+        self._staged.commit(self._commit_plan((src_w13, src_w2), (dst_w13, dst_w2), room))
 
     def end_commit(self) -> None:
         """See `Mover.end_commit`."""
-        self._signals.barrier()
+        self._staged.end_commit()
 
     def place_pages(self, pages: PagePairs, device: torch.device) -> PagePairs:
         """See `Mover.place_pages`: on the host, where ids are checked without waiting for the device."""
@@ -286,6 +282,18 @@ class DirectMover:
         if key not in self._plans:
             self._plans[key] = self._checked_moves(source, target, to_tp, rank)
         return self._plans[key]
+
+    def _commit_plan(self, source: Experts, target: Experts, room: Room) -> CommitPlan:
+        key = tuple(tensor.data_ptr() for tensor in (*source, *target))
+        kept = self._commits.get(key)
+        if kept is None or kept.room is not room:
+            if self.buffers.span(room.memory)[0] != 0:
+                raise ValueError("rooms for staging must be given with all of the buffer as their memory")
+            of_ranks = [self._expert_moves(source, target, True, rank) for rank in range(self.buffers.ranks)]
+            room.check(staged_parts(of_ranks[self.buffers.rank]), self.buffers.ranks)
+            starts = [self.buffers.span(tensor)[0] for tensor in target]
+            kept = self._commits[key] = self._staged.plan_commit(of_ranks, target, starts, room)
+        return kept
 
     def _checked_moves(self, source: Experts, target: Experts, to_tp: bool, rank: int) -> tuple[TensorMove, TensorMove]:
         (w13, w2), tp, ranks = (source, target, self.buffers.ranks) if to_tp else (target, source, self.buffers.ranks)
@@ -392,6 +400,6 @@ def _check_ids(listing: PageList, source: torch.Tensor, target: torch.Tensor) ->
     if not listing.pages:
         return
     for name, ids, pool in (("source", listing.src_pages, source), ("target", listing.dst_pages, target)):
-        low, high = torch.stack(torch.aminmax(ids)).tolist()
+        low, high = span_of(ids)
         if low < 0 or high >= pool.shape[0]:
             raise ValueError(f"{name} page ids reach from {low} to {high}, the pool has pages 0 to {pool.shape[0] - 1}")

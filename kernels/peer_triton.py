@@ -83,15 +83,17 @@ def _pointer(address, unit: tl.constexpr, aligned: tl.constexpr):
 def _copy_tile(
     src, dst, tile,
     rows: tl.constexpr, width: tl.constexpr, src_pitch: tl.constexpr, dst_pitch: tl.constexpr,
-    tile_rows: tl.constexpr, tile_cols: tl.constexpr,
+    tile_rows: tl.constexpr, tile_cols: tl.constexpr, streaming: tl.constexpr = False,
 ):  # fmt: skip
-    """Tile number `tile` of a pitched copy, tiles of a row after each other."""
+    """Tile number `tile` of a pitched copy, tiles of a row after each other; `streaming`: nothing is used again."""
     across: tl.constexpr = (width + tile_cols - 1) // tile_cols
     row = tile // across * tile_rows + tl.arange(0, tile_rows)
     col = tile % across * tile_cols + tl.arange(0, tile_cols)
     source = src + row.to(tl.int64)[:, None] * src_pitch + col[None, :]
     target = dst + row.to(tl.int64)[:, None] * dst_pitch + col[None, :]
-    if rows % tile_rows == 0 and width % tile_cols == 0:
+    if streaming and rows % tile_rows == 0 and width % tile_cols == 0:
+        tl.store(target, tl.load(source, eviction_policy="evict_first"), cache_modifier=".cs")
+    elif rows % tile_rows == 0 and width % tile_cols == 0:
         tl.store(target, tl.load(source))
     else:
         mask = (row < rows)[:, None] & (col < width)[None, :]
@@ -130,6 +132,27 @@ def expert_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def _copy_page(
+    program, bases, src, dst, src_pages, dst_pages, owners, routes,
+    by_owner: tl.constexpr, route_count: tl.constexpr, unit: tl.constexpr, aligned: tl.constexpr,
+    src_page: tl.constexpr, dst_page: tl.constexpr, src_head: tl.constexpr, dst_head: tl.constexpr,
+    rows: tl.constexpr, width: tl.constexpr, src_pitch: tl.constexpr, dst_pitch: tl.constexpr,
+    tile_rows: tl.constexpr, tile_cols: tl.constexpr, tiles: tl.constexpr, streaming: tl.constexpr,
+):  # fmt: skip
+    """Page program // route_count on route program % route_count, see `page_kernel`."""
+    page = program // route_count
+    route = routes + program % route_count * 3
+    peer = tl.load(owners + page) if by_owner else tl.load(route)
+    source = src + tl.load(src_pages + page) * src_page + tl.load(route + 1) * src_head
+    target = tl.load(bases + peer) + dst + tl.load(dst_pages + page) * dst_page + tl.load(route + 2) * dst_head
+    for tile in range(tiles):
+        _copy_tile(
+            _pointer(source, unit, aligned), _pointer(target, unit, aligned),
+            tile, rows, width, src_pitch, dst_pitch, tile_rows, tile_cols, streaming,
+        )  # fmt: skip
+
+
 # A page list may begin anywhere in a tensor; another alignment must not mean another compilation in mid-switch.
 @triton.jit(
     do_not_specialize=["src", "dst", "pages"],
@@ -141,22 +164,26 @@ def page_kernel(
     src_page: tl.constexpr, dst_page: tl.constexpr, src_head: tl.constexpr, dst_head: tl.constexpr,
     rows: tl.constexpr, width: tl.constexpr, src_pitch: tl.constexpr, dst_pitch: tl.constexpr,
     tile_rows: tl.constexpr, tile_cols: tl.constexpr, tiles: tl.constexpr,
+    persistent: tl.constexpr = False, streaming: tl.constexpr = False,
 ):  # fmt: skip
-    """One head of one page: program i takes page i // route_count on route i % route_count.
+    """One head of one page, or neighbouring heads: program i takes page i // route_count on route i % route_count.
 
-    A route is (target rank, source head, target head); with `by_owner` the target rank is the page's owner instead.
-    `src` is the address of my pool, `dst` the offset of the pool in the target rank's buffer; `src_page`, `src_head`
-    and so on are strides in bytes, pitches and widths are in units. Pages from `pages` on do nothing.
+    A route is (target rank, first source head, first target head); with `by_owner` the target rank is the page's owner
+    instead. `src` is the address of my pool, `dst` the offset of the pool in the target rank's buffer; `src_page`,
+    `src_head` and so on are strides in bytes, pitches and widths are in units. Pages from `pages` on do nothing. With
+    `persistent`, the programs take the pages in turn.
     """
     program = tl.program_id(0)
-    page = program // route_count
-    if page < pages:
-        route = routes + program % route_count * 3
-        peer = tl.load(owners + page) if by_owner else tl.load(route)
-        source = src + tl.load(src_pages + page) * src_page + tl.load(route + 1) * src_head
-        target = tl.load(bases + peer) + dst + tl.load(dst_pages + page) * dst_page + tl.load(route + 2) * dst_head
-        for tile in range(tiles):
-            _copy_tile(
-                _pointer(source, unit, aligned), _pointer(target, unit, aligned),
-                tile, rows, width, src_pitch, dst_pitch, tile_rows, tile_cols,
+    if persistent:
+        for item in range(program, pages * route_count, tl.num_programs(0)):
+            _copy_page(
+                item, bases, src, dst, src_pages, dst_pages, owners, routes, by_owner, route_count, unit, aligned,
+                src_page, dst_page, src_head, dst_head, rows, width, src_pitch, dst_pitch,
+                tile_rows, tile_cols, tiles, streaming,
             )  # fmt: skip
+    elif program < pages * route_count:
+        _copy_page(
+            program, bases, src, dst, src_pages, dst_pages, owners, routes, by_owner, route_count, unit, aligned,
+            src_page, dst_page, src_head, dst_head, rows, width, src_pitch, dst_pitch,
+            tile_rows, tile_cols, tiles, streaming,
+        )  # fmt: skip

@@ -161,7 +161,7 @@ def to_sample(r: SampleResult) -> Sample:
     """What the engine sent, as users see it."""
     return Sample(
         r.key.sample, r.token_ids, r.logprobs, r.top_logprobs, r.text, r.finish_reason, r.stop_reason,
-        r.policy_version, r.rank, r.versions, r.routed_experts,
+        r.policy_version, r.rank, r.versions, r.routed_experts, r.layouts,
     )  # fmt: skip
 
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
+from moebius.engine.costs import CostModel, CostPoint, ExpertMs, SwitchPoint
 from moebius.engine.layout import Layout
 from moebius.rollout.errors import BadInput
 from moebius.rollout.plan_model import Gpu, PlanModel, expert_bytes_sent, kv_bytes_sent
 
 # Shares of the link's data-sheet rate that direct peer writes reached between two H200s (experts, pages of KV).
 EXPERT_RATE, KV_RATE = 0.83, 0.80
+# Share of the memory's data-sheet rate that local copies of staged experts reached on a H200, reads and writes counted:
+# 58 GB in 14.7 ms (docs/benchmarks/switch_30b_x2.json).
+LOCAL_RATE = 0.82
 _FULL_KV = 1_000_000  # tokens at which an expected switch gets its second point
 
 
@@ -28,7 +31,7 @@ class HostShare:
 def expected_switch(model: PlanModel, gpu: Gpu, ranks: int, host: HostShare | None = None) -> list[SwitchPoint]:
     """Points of a switch in either direction: bytes at measured shares of the link's rate, and the host's part."""
     host = host or HostShare()
-    experts = expert_bytes_sent(model, ranks) / (gpu.link_gb_s * EXPERT_RATE * 1e6)
+    experts = expected_experts(model, gpu, ranks).link
     kv = kv_bytes_sent(model, ranks, _FULL_KV) / (gpu.link_gb_s * KV_RATE * 1e6)
     fixed = host.fixed_ms + experts
     return [
@@ -36,6 +39,15 @@ def expected_switch(model: PlanModel, gpu: Gpu, ranks: int, host: HostShare | No
         for to in (Layout.EP, Layout.TP)
         for live, tokens in ((0, 0), (1000, 0), (0, _FULL_KV))
     ]
+
+
+def expected_experts(model: PlanModel, gpu: Gpu, ranks: int) -> ExpertMs:
+    """Bytes at measured shares of the link's and of the memory's rate; a copy within a rank reads and writes."""
+    sent = expert_bytes_sent(model, ranks)
+    return ExpertMs(
+        link=sent / (gpu.link_gb_s * EXPERT_RATE * 1e6),
+        local=2 * sent * ranks / (ranks - 1) / (gpu.memory_gb_s * LOCAL_RATE * 1e6),
+    )
 
 
 def expected_kv_ns(model: PlanModel, gpu: Gpu, ranks: int) -> dict[Layout, float]:
@@ -76,11 +88,15 @@ def load_costs(
 def _completed(costs: CostModel, model: PlanModel, gpu: Gpu, host: HostShare | None) -> CostModel:
     update: dict[str, Any] = {}
     if not costs.switches:
-        update["switches"] = expected_switch(model, gpu, costs.ranks, host)
+        update |= {
+            "switches": expected_switch(model, gpu, costs.ranks, host),
+            "experts": expected_experts(model, gpu, costs.ranks),
+        }
     if len({point.context for point in costs.points}) == 1 and not costs.kv_ns_per_token:
         update["kv_ns_per_token"] = expected_kv_ns(model, gpu, costs.ranks)
     names = {"switches": "switch", "kv_ns_per_token": "context"}
-    return costs.model_copy(update=update | {"expected": [*costs.expected, *(names[key] for key in update)]})
+    expected = [*costs.expected, *(name for key, name in names.items() if key in update)]
+    return costs.model_copy(update=update | {"expected": expected})
 
 
 def from_sweep(data: dict[str, Any], source: str) -> CostModel:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 512
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # token ids 0, 1, 2
 HEAD_DIM = 64  # the smallest head that vLLM's attention on CPU takes
-_WEIGHT_STD = 0.08  # wide enough that the tiny model's tokens depend visibly on its input
+WEIGHT_STD = 0.08  # wide enough that the tiny model's tokens depend visibly on its input
+_ROUTERS = (".gate.weight", ".router.weight")
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -48,6 +49,7 @@ def make_tiny_model(
     moe_intermediate: int = 64,
     seed: int = 0,
     max_len: int = 1024,
+    layer_std: float = WEIGHT_STD,
 ) -> Path:
     """Write a random fp32 Qwen3-MoE checkpoint with a tokenizer and chat template; equal arguments, equal weights.
 
@@ -57,6 +59,7 @@ def make_tiny_model(
         heads, kv_heads: attention heads of HEAD_DIM each; heads must be a multiple of kv_heads.
         hidden, moe_intermediate: widths of the model and of one expert.
         max_len: most tokens of prompt and output.
+        layer_std: standard deviation of the matrices inside the layers; see `save_random_model`.
 
     Returns:
         The folder. It loads with AutoModelForCausalLM and AutoTokenizer without a network. The vocabulary has
@@ -93,13 +96,25 @@ def make_tiny_model(
         bos_token_id=1,
         eos_token_id=2,
     )
-    return save_random_model(directory, Qwen3MoeForCausalLM(config), seed=seed, max_len=max_len)
+    return save_random_model(directory, Qwen3MoeForCausalLM(config), seed=seed, max_len=max_len, layer_std=layer_std)
 
 
-def save_random_model(directory: str | Path, model: PreTrainedModel, *, seed: int = 0, max_len: int = 1024) -> Path:
+def save_random_model(
+    directory: str | Path,
+    model: PreTrainedModel,
+    *,
+    seed: int = 0,
+    max_len: int = 1024,
+    layer_std: float = WEIGHT_STD,
+) -> Path:
     """Give a transformers causal LM random fp32 weights and write it with the tokenizer of `train_tokenizer`.
 
     Matrices and biases are drawn, norms stay at one, routers' correction biases are small: equal seeds, equal weights.
+
+    `layer_std` is the standard deviation of attention's and experts' matrices; embeddings, `lm_head`, routers and
+    biases have WEIGHT_STD whatever it is. In wide models WEIGHT_STD makes every layer grow rounding errors: in bfloat16
+    their log-probabilities say nothing about the code that computed them. With 0.02, as models begin their training,
+    they do.
     """
     import torch
     from transformers import GenerationConfig
@@ -113,7 +128,8 @@ def save_random_model(directory: str | Path, model: PreTrainedModel, *, seed: in
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             if weight.dim() >= 2 or name.endswith("bias"):  # norms stay at one
-                weight.normal_(0.0, _WEIGHT_STD, generator=generator)
+                inside = weight.dim() >= 2 and ".layers." in name and not name.endswith(_ROUTERS)
+                weight.normal_(0.0, layer_std if inside else WEIGHT_STD, generator=generator)
     model.generation_config = GenerationConfig(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,

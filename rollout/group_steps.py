@@ -17,7 +17,7 @@ from moebius.rollout.open_step import ABORT_S, OpenStep
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.recovery import GroupRecovery
 from moebius.rollout.report import build_report
-from moebius.rollout.stream import OnProgress, RolloutStream
+from moebius.rollout.stream import OnProgress, RolloutStream, sealed_stream
 from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
 
 _log = logging.getLogger(__name__)
@@ -98,8 +98,7 @@ class GroupSteps(GroupRecovery):
             except BaseException:
                 self.backlog.leave(ready)
                 raise
-            opened.seal()
-            return RolloutStream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+        return sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
 
     def open_step(
         self,
@@ -166,17 +165,18 @@ class GroupSteps(GroupRecovery):
         parts = assign(homeless_requests([*older, *own]), self.config.ranks)
         ranks_of = {request.key: rank for rank, part in enumerate(parts) for request in part}
         self._serial += 1
+        replays = self.config.failures.on_failure == "replay" if replay is None else replay
         try:
             refs = ranks.submit("run_step", [(self._serial, part, not whole, True) for part in parts])
+            self._running, self._running_step, self._aborted = self._serial, step, []
+            of_ranks = (self, ranks, self._serial, step, refs, [*older, *own], ranks_of)
+            self._live_step = OpenStep(*of_ranks, expected=expected, whole=whole, replays=replays)
+            return self._live_step
         except BaseException:
+            self._running = self._live_step = None
             self.backlog.groups.update({(group.step, group.prompt): group for group in older})
             self._lose(ranks, f"step {step} broke off while it was sent")
             raise
-        self._running, self._running_step, self._aborted = self._serial, step, []
-        replays = self.config.failures.on_failure == "replay" if replay is None else replay
-        of_ranks = (self, ranks, self._serial, step, refs, [*older, *own], ranks_of)
-        self._live_step = OpenStep(*of_ranks, expected=expected, whole=whole, replays=replays)
-        return self._live_step
 
     def abort(self, keys: Iterable[SampleKey | tuple[int, int]] | None = None) -> None:
         """End samples (prompt, sample) of the running step early, None: all of them. Any thread; does not wait.
@@ -222,9 +222,12 @@ class GroupSteps(GroupRecovery):
                         ended += [(result.key, to_sample(result)) for result in part]
                 except (RankDied, RankError) as error:
                     _log.warning("%s", self.after_loss(ranks, error, "the abort of parked samples"))
+                except BaseException:  # Ctrl-C: the ranks have been asked, and end them all the same
+                    self.backlog.end((key, _unheard(key, self.policy_version)) for key in wanted)
+                    raise
             # The rest is of ranks that are gone: nothing of it is left.
             for key in sorted(wanted - {key for key, _ in ended}):
-                ended.append((key, Sample(key.sample, [], None, None, None, "abort", None, self.policy_version, 0)))
+                ended.append((key, _unheard(key, self.policy_version)))
             self.backlog.end(ended)
             return ended
 
@@ -348,6 +351,14 @@ class GroupSteps(GroupRecovery):
             else:
                 _log.warning("%s", self.after_loss(ranks, error, f"the abort of {what}"))
             return []
+        except BaseException:  # Ctrl-C again: nobody knows what they have left, so they must not go on with it
+            self._lose(ranks, f"{what} was broken off, and its end was not waited for")
+            raise
+
+
+def _unheard(key: SampleKey, version: int) -> Sample:
+    """An aborted sample whose tokens no rank has sent."""
+    return Sample(key.sample, [], None, None, None, "abort", None, version, 0)
 
 
 def _full_key(key: Sequence[int], step: int) -> SampleKey:

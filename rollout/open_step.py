@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from moebius.engine.types import SampleKey, SamplePiece
+from moebius.engine.types import SampleKey, SamplePiece, StepOutcome
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, as_the_caller_raised, callers
@@ -198,9 +198,22 @@ class OpenStep(StepOnRanks):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is not None and not self._closed:
-            self.abort()
-        self.close()
+        try:
+            if kind is not None and not self._closed:
+                self.abort()
+            self.close()
+        except BaseException:
+            self.break_off()
+            raise
+
+    def break_off(self) -> None:
+        """End the step if it still runs, without its results: its samples are dropped, those of earlier steps kept."""
+        if not self._closed:
+            self._closed, self._ends = True, "close_step"
+            try:
+                self._broken_off(KeyboardInterrupt())
+            finally:
+                self._release()
 
     def run(self, on_progress: OnProgress | None) -> list[Rollout]:
         """As `close`, for a step that takes no more prompts; `on_progress` and time limit are those of `generate`."""
@@ -241,15 +254,23 @@ class OpenStep(StepOnRanks):
             self._account(look)
         except MoebiusError:
             raise
-        except BaseException as error:  # the caller broke off: end the step so that the group can go on
+        except BaseException as error:
             if not self._released:
-                self._suspicion = Suspicion()  # nothing is held back any more
-                self._tell_end()
-                outcomes = self._group.interrupt(self._ranks, self._refs, f"step {self.step}", error)
-                # What is to be kept, or was parked by earlier steps, is the next step's: where it is still parked, or
-                # drawn anew.
-                left = [g for g in self._groups.values() if g.missing and (how == "park_step" or g.step != self.step)]
-                self._group.backlog.keep(left, parked_on(outcomes))
+                self._broken_off(error)
             raise
         finally:
             self._release()
+
+    def _broken_off(self, why: BaseException) -> None:
+        """The caller broke off: end the step on the ranks so that the group can go on."""
+        self._suspicion = Suspicion()  # nothing is held back any more
+        outcomes: list[StepOutcome] = []
+        try:
+            self._tell_end()
+            outcomes = self._group.interrupt(self._ranks, self._refs, f"step {self.step}", why)
+        finally:
+            # What is to be kept, or was parked by earlier steps, is the next step's: where it is still parked, or
+            # drawn anew.
+            park = self._ends == "park_step"
+            left = [g for g in self._groups.values() if g.missing and (park or g.step != self.step)]
+            self._group.backlog.keep(left, parked_on(outcomes))

@@ -71,6 +71,9 @@ def reserve(config: RolloutConfig, device: str) -> PlacementGroup:
         ready = group.wait(timeout)
     except GetTimeoutError:
         ready = False
+    except BaseException:  # Ctrl-C: nobody else knows of it
+        remove_placement_group(group)
+        raise
     if not ready:
         remove_placement_group(group)
         free = f"after {timeout:.0f} s the whole cluster has free only"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moebius.engine.costs import CostModel
-from moebius.engine.layout import Layout
-from moebius.rollout.cost_files import HostShare, expected_switch
+from moebius.engine.layout import Layout, ShardMap
+from moebius.rollout.cost_files import HostShare, expected_experts, expected_switch
 from moebius.rollout.errors import BadInput
 from moebius.rollout.plan_model import ITEM, Factors, Gpu, PlanModel, expected_points, expert_bytes_sent
 from moebius.rollout.simulate import Limits, Trace, compare, projection
@@ -65,8 +65,15 @@ class Plan:
     switch_drained_ms: float
     switch_at_crossover_ms: float
     reshard_bytes: float  # experts that a rank sends in a switch
+    staged_layers: int  # whose experts free KV pages hold at the crossover, so that they can be sent ahead
+    switch_prepared_ms: float  # at the crossover, with those staged
     rows: list[dict[str, float]] = field(default_factory=list)  # one per simulated step
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def staged_share(self) -> float:
+        """Of all MoE layers."""
+        return self.staged_layers / len(self.model.shape.moe_layers)
 
     def gains(self) -> tuple[float, float, float]:
         """Least, mean and greatest gain of the predictive policy over the better static layout of each step."""
@@ -84,6 +91,9 @@ class Plan:
             "switch_ms": self.switch_drained_ms,
             "switch_drained_ms": self.switch_drained_ms,
             "switch_at_crossover_ms": self.switch_at_crossover_ms,
+            "staged_layers": float(self.staged_layers),
+            "staged_gb": self.reshard_bytes * self.staged_share / 1e9,
+            "switch_at_crossover_prepared_ms": self.switch_prepared_ms,
             "gain_low": low,
             "gain_mean": mean,
             "gain_high": high,
@@ -150,6 +160,19 @@ def memory_of(model: PlanModel, gpu: Gpu, ranks: int, *, share: float = 0.9, res
     )
 
 
+def staged_layers(model: PlanModel, ranks: int, room: float) -> int:
+    """The lowest layers whose experts `room` bytes of free KV pages of a rank hold; 0 where a switch is not prepared.
+
+    As the engine has it (moebius.kernels.rooms, moebius.engine.staging): what peers send of a layer, and of the last
+    one all, unless it is the model's last; fewer than a quarter of the layers are not worth it.
+    """
+    layers, sent = len(model.shape.moe_layers), ShardMap(model.shape, ranks).expert_bytes_sent(ITEM)
+    if ranks == 1:
+        return 0
+    found = layers if layers * sent <= room else min(layers - 1, math.floor((room - sent / (ranks - 1)) / sent))
+    return found if 4 * found >= layers else 0
+
+
 def make_plan(
     model: PlanModel,
     gpu: Gpu,
@@ -177,6 +200,7 @@ def make_plan(
             ranks=ranks,
             points=expected_points(model, gpu, ranks, factors),
             switches=expected_switch(model, gpu, ranks, host),
+            experts=expected_experts(model, gpu, ranks),
             source=f"expected: roofline of {gpu.name} with factors of {factors.source}",
             expected=["iterations", "context", "switch"],
         )
@@ -186,6 +210,13 @@ def make_plan(
     crossover = costs.threshold(context)
     low, high = max(costs.measured_range(lo)[0] for lo in Layout), min(costs.measured_range(lo)[1] for lo in Layout)
     rows = compare(traces, costs, crossover, Limits({Layout.TP: memory.kv_tokens[Layout.TP]}))
+    # Half of the pages at most, and four of 16 tokens are left to each sample until the switch.
+    used = crossover * (context + 64) / max(1, memory.kv_tokens[Layout.EP])
+    staged = staged_layers(model, ranks, min(0.5, max(0.0, 1 - used)) * memory.kv_bytes)
+    share = staged / len(model.shape.moe_layers)
+    at_crossover = (Layout.TP, crossover, crossover * context)
+    if costs.experts is None:
+        costs = costs.model_copy(update={"experts": expected_experts(model, gpu, ranks)})
     return Plan(
         model=model,
         gpu=gpu,
@@ -200,11 +231,20 @@ def make_plan(
             if low <= batch <= high
         },
         switch_drained_ms=float(costs.switch_ms(Layout.TP, 0, 0)),
-        switch_at_crossover_ms=float(costs.switch_ms(Layout.TP, crossover, crossover * context)),
+        switch_at_crossover_ms=float(costs.switch_ms(*at_crossover)),
         reshard_bytes=expert_bytes_sent(model, ranks),
+        staged_layers=staged,
+        switch_prepared_ms=float(costs.switch_ms(*at_crossover, share)),
         rows=rows,
-        notes=_notes(model, gpu, ranks, memory, costs, traces, factors),
+        notes=[*_notes(model, gpu, ranks, memory, costs, traces, factors), _staging_note(model, staged)],
     )
+
+
+def _staging_note(model: PlanModel, staged: int) -> str:
+    layers = len(model.shape.moe_layers)
+    if not staged:
+        return "no switch is prepared at the crossover: KV pages that are free hold fewer than a quarter of the layers"
+    return f"at the crossover, free KV pages hold the experts of {staged} of {layers} layers that are sent ahead"
 
 
 def _notes(

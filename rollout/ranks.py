@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +181,24 @@ class Ranks:
             getattr(handle, method).remote(*args)
 
     def close(self, *, gently: bool) -> None:
-        """End all ranks: `gently` lets engines close first. Frees the placement and the shared memory. Never raises."""
-        if ray.is_initialized():
-            if gently:
-                refs = list(self.submit("shutdown"))
-                # A rank that cannot close in time or in order is killed below, like all others.
-                ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_S)
-            for handle in self.handles:
-                ray.kill(handle, no_restart=True)
-            if self._placement is not None:
-                remove_placement_group(self._placement)
-            self._wait_for_exit()
+        """End all ranks: `gently` lets engines close first. Frees the placement and the shared memory. Never raises.
+
+        Ctrl-C shortens a wait and is raised in the end: all the rest is done.
+        """
+        with ExitStack() as rest:  # last in, first out
+            rest.callback(self._remove_segments)
+            if ray.is_initialized():
+                rest.callback(self._wait_for_exit)
+                if self._placement is not None:
+                    rest.callback(remove_placement_group, self._placement)
+                for handle in self.handles:
+                    rest.callback(ray.kill, handle, no_restart=True)
+                if gently:
+                    refs = list(self.submit("shutdown"))
+                    # A rank that cannot close in time or in order is killed, like all others.
+                    ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_S)
+
+    def _remove_segments(self) -> None:
         ident = parse_ident(self.ident)
         if ident is not None:
             remove_own(ident)

@@ -48,17 +48,20 @@ class GroupRecovery(GroupLife):
         step, with the same seeds.
         """
         with self._exclusively("restart"):
-            if self._ranks is not None:
-                self._ranks.close(gently=self._problem is None)
-                self._ranks = None
+            ranks, gently = self._ranks, self._problem is None
+            self._ranks, self._problem = None, "a restart was broken off; call restart()"
             self.backlog.lost()  # also after `shutdown`
+            if ranks is not None:
+                ranks.close(gently=gently)
             self._restarts, self._shut_down = 0, False
             self._start_again()
 
     def shutdown(self) -> None:
         """End all ranks and free what they held. May be called again, and from another thread during a step."""
-        super().shutdown()
-        self._end_keeper()
+        try:
+            super().shutdown()
+        finally:
+            self._end_keeper()
 
     def recover(self, ranks: Ranks, error: MoebiusError, during: str) -> Ranks:
         """Start all ranks again after `error` in a call that goes on; the last of `losses` tells of it.
@@ -227,8 +230,10 @@ class GroupRecovery(GroupLife):
     def _end_keeper(self) -> None:
         keeper, self._keeper, self._kept = self._keeper, None, None
         if keeper is not None and ray.is_initialized():
-            ray.wait([keeper.close.remote()], timeout=KEEPER_S)
-            ray.kill(keeper, no_restart=True)
+            try:
+                ray.wait([keeper.close.remote()], timeout=KEEPER_S)
+            finally:
+                ray.kill(keeper, no_restart=True)
 
 
 def _first_line(error: MoebiusError) -> str:

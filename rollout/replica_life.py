@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from moebius.engine.costs import CostModel
@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 class ReplicaLife:
     """What all parts of `RolloutReplicas` rest on."""
+
+    _unfinished: Sequence[Task] = ()  # calls on replicas that Ctrl-C has left running
 
     def __init__(
         self,
@@ -342,10 +344,11 @@ class ReplicaLife:
         self._closed = True
         self._no_more.set()
         atexit.unregister(self.shutdown)
-        for member in self._members:
-            member.group.shutdown()
-        self._homes.close()
-        atexit.unregister(self._homes.close)
+        with ExitStack() as rest:  # all of it, whatever Ctrl-C does meanwhile; last in, first out
+            rest.callback(atexit.unregister, self._homes.close)
+            rest.callback(self._homes.close)
+            for member in reversed(self._members):
+                rest.callback(member.group.shutdown)
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -356,6 +359,7 @@ class ReplicaLife:
             for task in tasks:
                 task.join()
         except BaseException:  # Ctrl-C: what was begun must not run into the next call
+            self._unfinished = tasks  # after another Ctrl-C, that call waits for it
             for task in tasks:
                 task.join(ENDING_S)
             raise
@@ -363,12 +367,32 @@ class ReplicaLife:
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[None]:
+        with self._held_for(name):
+            yield
+        self._one_call.release()
+
+    @contextmanager
+    def _held_for(self, name: str) -> Iterator[None]:
+        """The replicas serve one call, which goes on after the block unless that fails."""
         if not self._one_call.acquire(blocking=False):
             raise MoebiusError(f"{name}: another call is running on these replicas; they serve one at a time")
         try:
+            self._await_unfinished(name)
             yield
-        finally:
+        except BaseException:
             self._one_call.release()
+            raise
+
+    def _await_unfinished(self, name: str) -> None:
+        for task in self._unfinished:
+            task.join(ENDING_S)
+            if task.is_alive():
+                raise MoebiusError(f"{name}: what a call that was broken off has begun is still running; try again")
+        if self._unfinished:
+            # What replicas have parked since then is with them, not to be drawn anew.
+            for at in {at for member in self._members for at in member.group.backlog.groups}:
+                self.backlog.groups.pop(at, None)
+        self._unfinished = ()
 
     def _all(self, members: Sequence[Member], call: Callable[[Member], B]) -> dict[int, B]:
         """`call` of each replica at the same time. One whose ranks are lost by it is left out of the answer, by number.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.budget import Budget
-from moebius.rollout.errors import BadInput, MoebiusError, validate
+from moebius.rollout.errors import BadInput, validate
 from moebius.rollout.replica_life import ReplicaLife
 from moebius.rollout.report_lanes import LaneOutcome, merge
 from moebius.rollout.shared_step import SharedStep
-from moebius.rollout.stream import OnProgress, RolloutStream
+from moebius.rollout.stream import OnProgress, RolloutStream, sealed_stream
 from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
 
 
@@ -67,8 +66,7 @@ class ReplicaSteps(ReplicaLife):
             except BaseException:
                 self.backlog.leave(ready)
                 raise
-        opened.seal()
-        return RolloutStream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+        return sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
 
     def open_step(
         self, step: int | None = None, expected: int | None = None, *, replay: bool | None = None
@@ -95,17 +93,6 @@ class ReplicaSteps(ReplicaLife):
         """Prompts of earlier steps that a refused one had begun with; some may be parked on a replica again."""
         there = {at for member in self._members for at in member.group.backlog.groups}
         self.backlog.keep((g for g in older if g.missing and (g.step, g.prompt) not in there), {})
-
-    @contextmanager
-    def _held_for(self, name: str) -> Iterator[None]:
-        """The replicas serve one call, which goes on after the block unless that fails."""
-        if not self._one_call.acquire(blocking=False):
-            raise MoebiusError(f"{name}: another call is running on these replicas; they serve one at a time")
-        try:
-            yield
-        except BaseException:
-            self._one_call.release()
-            raise
 
     def _step_number(self, step: int | None) -> int:
         if step is None:

@@ -30,7 +30,8 @@ STEP_FIELDS = (
 )  # fmt: skip
 SWITCH_FIELDS = (
     "step", "to", "iteration", "t", "live", "kv_tokens", "pause_ms", *(f"{name}_ms" for name in PHASES),
-    "expert_bytes", "kv_bytes", "kv_use_before", "kv_use_after", "replica",
+    "expert_bytes", "staged_bytes", "staged_layers", "expert_layers", "kv_bytes", "kv_use_before", "kv_use_after",
+    "replica",
 )  # fmt: skip
 _COLOURS = {"burst": "#2f74d0", "switch": "#a63d8f", "tail": "#d9822b", "other": "#a9b1be"}
 _BY_LAYOUT: dict[Layout, str] = {"EP": _COLOURS["burst"], "TP": _COLOURS["tail"]}

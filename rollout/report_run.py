@@ -180,14 +180,14 @@ def switch_card(reports: Sequence[StepReport]) -> str:
 def _switch_table(found: Sequence[tuple[int, SwitchEntry]]) -> str:
     names = list(Phases().model_dump())
     heads = ["step", "to", "t s", "live", "pause ms", *(f"{n} ms" for n in names)]
-    heads += ["KV before %", "KV after %", "experts", "KV"]
+    heads += ["KV before %", "KV after %", "experts", "of them ahead", "KV"]
     rows = []
     for step, s in found[-TABLE_ROWS:]:
         phases = s.phases_ms.model_dump()
         cells = [str(step), s.to, f"{s.t:.2f}", f"{s.live:,}", f"{s.pause_ms:,.2f}"]
         cells += [f"{phases[name]:,.2f}" for name in names]
         cells += [f"{100 * s.kv_use_before:.1f}", f"{100 * s.kv_use_after:.1f}"]
-        rows.append([*cells, size(s.expert_bytes), size(s.kv_bytes)])
+        rows.append([*cells, size(s.expert_bytes), size(s.staged_bytes), size(s.kv_bytes)])
     return table(heads, rows)
 
 

@@ -124,6 +124,8 @@ def _switch(tracer: Tracer, switch: SwitchEntry, began: float, parent: Span) -> 
         "moebius.live": switch.live,
         "moebius.pause_ms": switch.pause_ms,
         "moebius.expert_bytes": switch.expert_bytes,
+        "moebius.staged_bytes": switch.staged_bytes,
+        "moebius.staged_layers": switch.staged_layers,
         "moebius.kv_bytes": switch.kv_bytes,
     }
     span = _start(tracer, f"switch to {switch.to}", began + first, attributes, parent)

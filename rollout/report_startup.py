@@ -86,6 +86,11 @@ class RankStart(_Part):
     total_s: float = Field(ge=0, description="Seconds of building the engine, which import_s is not part of.")
     calibration_s: float = Field(0.0, ge=0, description="Within other_s: measuring what the policy needs to know.")
     costs: str = Field("", description="Where the costs of iterations and switches come from.")
+    kernel_us: list[float] = Field(
+        default_factory=list,
+        description="Microseconds per small kernel of a CUDA graph, before and after another process used the GPU for "
+        "a moment at the end of the start; empty without a GPU.",
+    )
     runtimes: list[RuntimeStart] = Field(description="The runtimes in the order they were built.")
     memory: Memory = Field(description="Where the memory goes.")
 

@@ -224,9 +224,10 @@ def _phase_chart(switch: SwitchEntry) -> str:
 
 
 def _switch_note(s: SwitchEntry) -> str:
+    ahead = f" ({size(s.staged_bytes)} ahead, {s.staged_layers} of {s.expert_layers} layers)" if s.staged_layers else ""
     return (
         f"pause {s.pause_ms:,.1f} ms · {s.live} live ({', '.join(map(str, s.live_by_rank))} by rank) · "
-        f"experts {size(s.expert_bytes)}, KV {size(s.kv_bytes)} sent · "
+        f"experts {size(s.expert_bytes)}{ahead}, KV {size(s.kv_bytes)} sent · "
         f"KV pages {100 * s.kv_use_before:.0f} % → {100 * s.kv_use_after:.0f} %"
     )
 

@@ -101,6 +101,9 @@ class SwitchEntry(_Part):
         default_factory=dict, description="Milliseconds the moves of experts and kv took, beside the host's phases."
     )
     expert_bytes: int = Field(ge=0, description="Expert bytes sent between ranks, summed over the ranks.")
+    staged_bytes: int = Field(0, ge=0, description="Of expert_bytes, those that were sent ahead, while EP decoded.")
+    staged_layers: int = Field(0, ge=0, description="Layers whose experts were sent ahead; 0: it was not prepared.")
+    expert_layers: int = Field(0, ge=0, description="Layers with experts; 0 in reports that do not tell.")
     kv_bytes: int = Field(ge=0, description="KV bytes sent between ranks, summed over the ranks.")
     kv_use_before: float = Field(ge=0, le=1, description="Share of KV pages in use before, worst rank.")
     kv_use_after: float = Field(ge=0, le=1, description="Share of KV pages in use after, worst rank.")

@@ -228,11 +228,12 @@ class ScorerPool:
 
     def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
+        workers, self._workers = self._workers, []
+        for worker in workers:
             worker.process.kill()
+        for worker in workers:
             worker.process.join()
             worker.connection.close()
-        self._workers = []
 
     def __enter__(self) -> ScorerPool:
         return self

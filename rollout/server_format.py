@@ -62,6 +62,7 @@ class Formatter:
                     "stop_reason": sample.stop_reason,
                     "policy_version": sample.policy_version,
                     "versions": [list(run) for run in sample.versions],
+                    "layouts": [list(run) for run in sample.layouts],
                 }
                 if self.body.return_token_ids:
                     choice["token_ids"] = sample.token_ids

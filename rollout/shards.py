@@ -52,6 +52,8 @@ def shard_schema() -> Any:
             "policy_version": pa.int64(),  # that the last token was sampled under
             # Runs of tokens sampled under one version, in their order; null in shards written before it was recorded.
             "versions": pa.list_(pa.struct({"policy_version": pa.int64(), "tokens": pa.int32()})),
+            # Runs of tokens drawn in one layout ("EP", "TP"), likewise.
+            "layouts": pa.list_(pa.struct({"layout": text, "tokens": pa.int32()})),
             "rank": pa.int32(),
             "reward": pa.float64(),  # null without a scorer, or where it failed
         }
@@ -89,6 +91,7 @@ def shard_rows(
                 "stop_reason": None if s.stop_reason is None else str(s.stop_reason),
                 "policy_version": s.policy_version,
                 "versions": [{"policy_version": version, "tokens": count} for version, count in s.versions],
+                "layouts": [{"layout": layout, "tokens": count} for layout, count in s.layouts],
                 "rank": s.rank,
                 "reward": None if rewards is None else rewards[len(rows)],
             }

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,11 @@ class SharedLanes:
         self._asked: list[list[SampleKey] | None] = []  # aborts of other threads
         self._aborted: set[SampleKey] = set()  # so far
         self._released = True  # until it has begun, the replicas are the caller's to release
-        self._begin(members)
+        try:
+            self._begin(members)
+        except BaseException:  # Ctrl-C, too: nobody else ends what replicas have begun with
+            self.break_off()
+            raise
         self._released = False
 
     def _begin(self, members: Sequence[Member]) -> None:
@@ -83,7 +88,6 @@ class SharedLanes:
             try:
                 self._join(member, share)
             except BadInput:
-                self._break_off()
                 raise
             except MoebiusError as error:
                 problem = error
@@ -97,9 +101,9 @@ class SharedLanes:
     def _join(self, member: Member, share: Sequence[PromptGroup]) -> None:
         began = time.perf_counter()
         part = Part(member, member.group.open_step(self.step, None, share), began)
+        self._parts.append(part)
         part.take(part.step.groups())  # also what it had parked
         self._groups |= {(g.step, g.prompt): g for g in part.step.groups()}
-        self._parts.append(part)
 
     def _open(self) -> list[Part]:
         return [part for part in self._parts if part.lost is None]
@@ -120,7 +124,7 @@ class SharedLanes:
                 self._take(part, part.step.finished())
                 self._take_pieces(part)
             except BadInput:  # the ranks refuse its prompts
-                self._break_off()
+                self.break_off()
                 raise
             except MoebiusError as error:
                 self._lose(part, error)
@@ -183,7 +187,7 @@ class SharedLanes:
         try:
             part.step.submit_groups(share)  # it looks at the ranks
         except BadInput:
-            self._break_off()
+            self.break_off()
             raise
         except MoebiusError as error:
             self._lose(part, error)
@@ -272,27 +276,47 @@ class SharedLanes:
         words = "; ".join(f"replica {part.member.index}: {part.lost}" for part in self._parts)
         raise RankDied(f"step {self.step}: all replicas are lost: {words}", step=self.step)
 
-    def _break_off(self) -> None:
-        """End what the replicas do for a step that is refused."""
+    def break_off(self) -> None:
+        """End what the replicas do for it, if it runs: its samples are dropped, those of earlier steps kept.
+
+        Another Ctrl-C meanwhile is raised when that is done: a replica whose step stays open serves nobody.
+        """
+        if self._closed:
+            return
         self._closed = True
-        for part in self._open():
+        with ExitStack() as rest:  # last in, first out
+            rest.callback(self._release, None)
+            rest.callback(self._take_back_older)
+            for part in reversed(self._open()):
+                rest.callback(self._drop, part)
+
+    def _take_back_older(self) -> None:
+        self._replicas.take_back(group for group in self._groups.values() if group.step != self.step)
+
+    def _drop(self, part: Part) -> None:
+        group = part.member.group
+        try:
             try:
                 part.step.park()  # what earlier steps have left stays
-                own = [key for key in part.member.group.parked if key.step == self.step]
-                part.member.group.abort_parked(own)
-            except BadInput:
-                continue  # it refuses for the same reason
-            except MoebiusError as error:
-                self._replicas.lose(part.member, error)
-        self._replicas.take_back(group for group in self._groups.values() if group.step != self.step)
-        self._release(None)
+            finally:
+                group.abort_parked([key for key in group.parked if key.step == self.step])
+        except BadInput:
+            return  # it refuses for the same reason
+        except MoebiusError as error:
+            self._replicas.lose(part.member, error)
 
     # ---- its end ----------------------------------------------------------------------------------------------------
 
     def _end(self, how: Callable[[OpenStep], Any]) -> None:
         if self._closed:
             return
-        self._look()  # raises if all are lost
+        broken: BaseException | None = None
+        try:
+            self._look()  # raises if all are lost
+        except BaseException as interrupt:
+            if self._closed:
+                raise
+            broken = interrupt  # Ctrl-C: when all have ended
         self._closed = True
         try:
             older = [group for group in self._groups.values() if group.step != self.step]
@@ -311,6 +335,8 @@ class SharedLanes:
             self._release(None)
             raise
         self._release(numbers)
+        if broken is not None:
+            raise broken
 
     def _end_part(self, part: Part, how: Callable[[OpenStep], Any]) -> MoebiusError | None:
         try:

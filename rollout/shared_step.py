@@ -187,8 +187,7 @@ class SharedStep(SharedLanes):
         except MoebiusError:
             raise
         except BaseException:  # Ctrl-C: the replicas serve other calls, and what earlier steps have left is kept
-            if not self._closed:
-                self._break_off()
+            self.break_off()
             raise
         self._end(lambda step: step.close())
         return [group.rollout() for group in self._prompts if group.complete]
@@ -201,6 +200,10 @@ class SharedStep(SharedLanes):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is not None and not self._closed:
-            self.abort()
-        self.close()
+        try:
+            if kind is not None and not self._closed:
+                self.abort()
+            self.close()
+        except BaseException:
+            self.break_off()
+            raise

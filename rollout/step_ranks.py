@@ -230,7 +230,11 @@ class StepOnRanks:
                 raise lost from error
             blamed = self._blamed(lost)
             ranks = self._group.recover(self._ranks, lost, f"step {self.step}")
-            self._send_again(ranks, blamed)
+            try:
+                self._send_again(ranks, blamed)
+            except BaseException:  # they may have begun with it
+                self._group.step_lost(ranks, MoebiusError(f"step {self.step} broke off while it was sent again"))
+                raise
         except BaseException:
             self._closed = True
             # What earlier steps have left is still with the ranks if nothing was started, and else drawn anew. What is

@@ -76,10 +76,12 @@ class RolloutStream(Iterator[Rollout]):
 
     def close(self) -> None:
         """End the step, whatever it does; rollouts that were not taken are dropped, or come with the next step."""
-        if not self._over:
-            self._stop(self._budget.rest if self._budget else "abort")
-        self._most = self._yielded
-        self._leave_surplus()
+        try:
+            if not self._over:
+                self._stop(self._budget.rest if self._budget else "abort")
+        finally:
+            self._most = self._yielded
+            self._leave_surplus()
 
     def __enter__(self) -> RolloutStream:
         return self
@@ -141,6 +143,9 @@ class RolloutStream(Iterator[Rollout]):
         except MoebiusError:
             self._lost()
             raise
+        except BaseException:  # Ctrl-C: nobody else ends it
+            self._step.break_off()
+            raise
 
     def _end(self, rest: str) -> None:
         if rest == "park":
@@ -150,14 +155,16 @@ class RolloutStream(Iterator[Rollout]):
         self._step.finished()
         self._sort()
         running = [(group, [key.sample for key in group.missing]) for group in self._waiting]
-        self._step.abort()
-        self._step.close()
-        self._ready.extend(group for group, samples in running if not _cut(group, samples))
-        if self._budget is None:
-            for group, samples in running:
-                if group.step != self.step and _cut(group, samples):
-                    self._put_back(group, samples)
-        self._waiting = []
+        try:
+            self._step.abort()
+            self._step.close()
+        finally:
+            self._ready.extend(group for group, samples in running if group.complete and not _cut(group, samples))
+            if self._budget is None:
+                for group, samples in running:
+                    if group.step != self.step and _cut(group, samples):
+                        self._put_back(group, samples)
+            self._waiting = []
 
     def _lost(self) -> None:
         """The step is lost, and has been closed: it is to be repeated, so its own prompts are not the next step's."""
@@ -179,12 +186,34 @@ class RolloutStream(Iterator[Rollout]):
 
     def _put_back(self, group: PromptGroup, samples: list[int]) -> None:
         """Of an earlier step, broken off with this one: the next one draws what had not ended, with the same seeds."""
-        for index in samples:
+        for index in _ended(group, samples):
             if group.samples[index].finish_reason == "abort":
                 del group.samples[index]
         group.ranks = {}
         self._step.leave([group])
 
 
+def sealed_stream(
+    step: OpenStep | SharedStep,
+    ready: list[PromptGroup],
+    budget: Budget | None,
+    limit_s: float | None,
+    on_progress: OnProgress | None,
+) -> RolloutStream:
+    """The stream of a step that gets no more prompts; arguments of RolloutStream."""
+    try:
+        step.seal()
+        return RolloutStream(step, ready, budget, limit_s, on_progress)
+    except BaseException:  # nobody else has it
+        step.break_off()
+        step.leave(ready)
+        raise
+
+
 def _cut(group: PromptGroup, samples: list[int]) -> bool:
-    return any(group.samples[index].finish_reason == "abort" for index in samples)
+    return any(group.samples[index].finish_reason == "abort" for index in _ended(group, samples))
+
+
+def _ended(group: PromptGroup, samples: list[int]) -> list[int]:
+    """All of them, unless the end of the step was not waited for."""
+    return [index for index in samples if index in group.samples]

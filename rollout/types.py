@@ -106,6 +106,8 @@ class Sample:
     versions: list[tuple[int, int]] = field(default_factory=list)
     # numpy, [prompt and output tokens but the last, layers, experts per token]; only with engine.routed_experts.
     routed_experts: Any = None
+    # Layout ("EP", "TP") and how many tokens were drawn in it, in the order of the tokens: one entry more per switch.
+    layouts: list[tuple[str, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

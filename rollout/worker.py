@@ -6,6 +6,7 @@ engine call goes to one dedicated thread; the actor's other threads answer `prog
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -349,8 +350,11 @@ class RankWorker:
 
     def _build(self, config: EngineConfig) -> EngineInfo:
         started = time.perf_counter()
-        from moebius.engine.engine import MoebiusEngine  # imports vLLM
-
+        gc.disable()  # what is imported stays; looking through it again and again takes long
+        try:
+            from moebius.engine.engine import MoebiusEngine  # imports vLLM
+        finally:
+            gc.enable()
         imported = time.perf_counter()
         engine = MoebiusEngine(config)
         engine.startup.import_s = imported - started

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from moebius.rollout.datasets import Question
 from moebius.rollout.deepmath import load_source
-from moebius.rollout.demo_assets import make_tiny_model
+from moebius.rollout.demo_assets import WEIGHT_STD, make_tiny_model
 from moebius.rollout.job_config import DataSettings
 
 DEEPMATH = "zwhe99/DeepMath-103K"
@@ -29,7 +29,6 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FIRST_STOP = 300  # the random model would hardly ever end by itself: tokens from here on count as end-of-sequence
 
 
 def row(question: str, answer: str, source: str, split: str, index: int, extra: dict[str, Any]) -> dict[str, Any]:
@@ -68,10 +67,12 @@ def smoke(folder: Path, shape: argparse.Namespace) -> None:
         hidden=shape.hidden,
         moe_intermediate=shape.intermediate,
         max_len=512,
+        layer_std=shape.layer_std,
     )
     speak_chatml(model)
+    # The random model would hardly ever end by itself.
     generation = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
-    generation["eos_token_id"] = [generation["eos_token_id"], *range(FIRST_STOP, FIRST_STOP + shape.stops)]
+    generation["eos_token_id"] = [generation["eos_token_id"], *range(shape.first_stop, shape.first_stop + shape.stops)]
     (model / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     rng = random.Random(1)
     for split, count in (("train", shape.prompts), ("val", 4)):
@@ -106,7 +107,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64, help="its width, 64 for each attention head")
     parser.add_argument("--experts", type=int, default=4, help="of each layer, 2 of them active")
     parser.add_argument("--intermediate", type=int, default=32, help="width of an expert")
+    parser.add_argument(
+        "--layer-std", type=float, default=WEIGHT_STD, help="of its layers' matrices; 0.02 in wide ones"
+    )
     parser.add_argument("--stops", type=int, default=30, help="tokens of 512 that end a sample")
+    parser.add_argument("--first-stop", type=int, default=300, help="the first of them")
     parser.add_argument("--prompts", type=int, default=16, help="smoke's questions for training")
     parser.add_argument("--limit", type=int, help="take only so many questions")
     arguments = parser.parse_args()

@@ -149,6 +149,9 @@ def switch(
     prepare: Annotated[
         int, typer.Option(min=0, help="Prepare switches to TP so many iterations before; 0: measure none such.")
     ] = 8,
+    prepare_layers: Annotated[
+        str | None, typer.Option(help="Comma-separated: layers to send ahead; default: as many as there is room for.")
+    ] = None,
     drained: Annotated[int, typer.Option(min=1, help="Switches without requests, in each direction.")] = 10,
     kv_tokens: Annotated[int, typer.Option(min=1, help="Tokens of KV that the movers move.")] = 524288,
     repeats: Annotated[int, typer.Option(min=1, help="Times each mover is timed, in each direction.")] = 5,
@@ -167,7 +170,7 @@ def switch(
 
     options: dict[str, Any] = {
         "live": live, "fills": _integers(fills, "--fills"), "switches": switches, "every": every, "prepare": prepare,
-        "drained": drained,
+        "prepare_layers": _integers(prepare_layers, "--prepare-layers") if prepare_layers else [], "drained": drained,
         "kv_tokens": kv_tokens, "repeats": repeats, "soak": soak, "soak_live": soak_live, "soak_context": soak_context,
         "update_every": update_every, "seed": seed,
     }  # fmt: skip

@@ -125,11 +125,17 @@ class Fleet:
         if self.problem:
             raise FleetError(self.problem)
         try:
-            for pipe in self._pipes:
-                pipe.send((function, args))
-        except OSError:
-            self._fail([f"a process of {self.name} has ended"])
-        return self._collect(getattr(function, "__name__", "call"), self.call_s)
+            try:
+                for pipe in self._pipes:
+                    pipe.send((function, args))
+            except OSError:
+                self._fail([f"a process of {self.name} has ended"])
+            return self._collect(getattr(function, "__name__", "call"), self.call_s)
+        except BaseException:  # Ctrl-C: answers that are still to come must not be taken for those of another call
+            if self.problem is None:
+                self.problem = f"{self.name} was ended in the middle of a call"
+                self._end(0)
+            raise
 
     def close(self) -> None:
         """Let the engines close, then end all processes and remove their shared memory."""

@@ -9,7 +9,8 @@ included.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from moebius.engine.policy import SwitchPolicy
 from moebius.engine.types import StepOutcome
 from moebius.rollout.bench import traces
 from moebius.rollout.bench.engines import Engines
+from moebius.rollout.bench.fleet import Fleet
 from moebius.rollout.bench.results import Curve, Picture, Results, make_results
 from moebius.rollout.bench.traces import Workload
 from moebius.rollout.errors import BadInput, MoebiusError
@@ -125,24 +127,34 @@ def run_policies(engines: Engines, options: PoliciesOptions, command: str = "ben
     say(f"the layouts cross at {costs.threshold(context)} live samples; the fixed policy switches at {threshold}")
     simulated = SwitchPolicy(configs["predictive"], costs)  # learns what the real one learns, step by step
     played: list[Played] = []
-    for number, lengths in enumerate(steps, start=-1):
-        load = Workload((options.prompt,) * len(lengths), tuple(lengths), options.seed + 1 + number, capacity.vocab)
-        trace = Trace(tuple(lengths), options.prompt, options.cap, ranks=_owners(load, ranks))
-        simulator = Simulator(trace, costs)
-        names = ["predictive"] if number < 0 else _turn(list(configs), number)
-        expected = {name: simulate(simulator, name, configs[name], simulated) for name in configs}
-        for name in names:
-            outcomes = fleet.call(_run, load, configs[name], costs)
-            if number < 0:
-                continue
-            report = build_report(
-                outcomes, step=number, policy_version=0, model="bench", device=engines.setup.device,
-                prompt_tokens=[options.prompt] * len(lengths), costs_from="",
-            )  # fmt: skip
-            played.append(compared(report, costs, name, *expected[name]))
-            say(f"step {number} {name}: {played[-1].measured_s:.3f} s, simulated {played[-1].simulated_s:.3f} s")
-    fleet.call(_restore)
+    with _lent(fleet):
+        for number, lengths in enumerate(steps, start=-1):
+            load = Workload((options.prompt,) * len(lengths), tuple(lengths), options.seed + 1 + number, capacity.vocab)
+            trace = Trace(tuple(lengths), options.prompt, options.cap, ranks=_owners(load, ranks))
+            simulator = Simulator(trace, costs)
+            names = ["predictive"] if number < 0 else _turn(list(configs), number)
+            expected = {name: simulate(simulator, name, configs[name], simulated) for name in configs}
+            for name in names:
+                outcomes = fleet.call(_run, load, configs[name], costs)
+                if number < 0:
+                    continue
+                report = build_report(
+                    outcomes, step=number, policy_version=0, model="bench", device=engines.setup.device,
+                    prompt_tokens=[options.prompt] * len(lengths), costs_from="",
+                )  # fmt: skip
+                played.append(compared(report, costs, name, *expected[name]))
+                say(f"step {number} {name}: {played[-1].measured_s:.3f} s, simulated {played[-1].simulated_s:.3f} s")
     return _summarise(engines, options, costs, context, threshold, steps[1:], played, notes, command)
+
+
+@contextmanager
+def _lent(fleet: Fleet) -> Iterator[None]:
+    """Within, the engine's policy is the benchmark's. After it, failed or not, the engine has its own costs again."""
+    try:
+        yield
+    finally:
+        if fleet.problem is None:
+            fleet.call(_restore)
 
 
 def _lengths(options: PoliciesOptions, step: int) -> list[int]:

@@ -47,6 +47,10 @@ class SwitchOptions(BaseModel):
     switches: int = Field(4, ge=1, description="Switches at each fill, to and fro.")
     every: int = Field(6, ge=1, description="Iterations between two switches.")
     prepare: int = Field(8, ge=0, description="Iterations before a switch that it is prepared; 0: measure none such.")
+    prepare_layers: list[int] = Field(
+        default=[],
+        description="Layers to send ahead, measured one after the other; empty: as many as there is room for.",
+    )
     drained: int = Field(10, ge=1, description="Switches without requests, in each direction.")
     kv_tokens: int = Field(524_288, ge=1, description="Tokens of KV that the movers move, over all ranks.")
     repeats: int = Field(5, ge=1, description="Times each mover is timed, in each direction.")
@@ -183,16 +187,19 @@ def _live(
 
     Raises MoebiusError if there were none.
     """
-    runs: list[tuple[int, int, Plan]] = []  # tokens of KV, iterations of preparation, the step
+    runs: list[tuple[int, int, int | None, Plan]] = []  # tokens of KV, iterations and layers of preparation, the step
     reasons = []
-    prepares = [0, options.prepare] if options.prepare and shapes.prepares is None else [0]
+    prepares: list[tuple[int, int | None]] = [(0, None)]
+    if options.prepare and shapes.prepares is None:
+        chosen: list[int | None] = [*options.prepare_layers]
+        prepares += [(options.prepare, layers) for layers in chosen or [None]]
     if options.prepare and shapes.prepares is not None:
         notes.append(f"no switch was prepared: {shapes.prepares}")
     for fill in sorted(set(options.fills)):
-        for prepare in prepares:
+        for prepare, layers in prepares:
             plan = plan_fill(fill, options, shapes.ranks, capacity, prepare)
             if isinstance(plan, Plan):
-                runs.append((fill, prepare, plan))
+                runs.append((fill, prepare, layers, plan))
             else:
                 reasons.append(f"{fill} tokens of KV with {options.live} live requests: left out, it takes {plan}")
     notes += dict.fromkeys(reasons)
@@ -202,18 +209,21 @@ def _live(
     slowed: list[tuple[float, float]] = []
     # The first ones compile what is left, and are not counted.
     warm = runs[: len(prepares)]
-    for turn, (fill, prepare, plan) in enumerate([*warm, *runs]):
+    for turn, (fill, prepare, layers, plan) in enumerate([*warm, *runs]):
         load = Workload.uniform(options.live, plan.prompt, plan.length, seed=options.seed + turn, vocab=capacity.vocab)
-        of_ranks = _step(fleet, load, plan.iterations, prepare, notes)
+        of_ranks = _step(fleet, load, plan.iterations, prepare, notes, layers)
         if turn < len(warm):
             continue
         switches = slowest(of_ranks)
         found += [switch | {"fill": fill} for switch in switches]
-        slowed += prepare_numbers(of_ranks[0].iterations, of_ranks[0].prepared_at, prepare, options.live)
+        if layers in (None, max(options.prepare_layers, default=None)):
+            slowed += prepare_numbers(of_ranks[0].iterations, of_ranks[0].prepared_at, prepare, options.live)
         if prepare and not of_ranks[0].prepared_at:
             notes.append(f"{fill} tokens of KV: too few pages were free to prepare a switch")
         pauses = ", ".join(f"{switch['pause_ms']:.1f}" for switch in switches)
-        say(f"{fill} tokens of KV{', prepared' if of_ranks[0].prepared_at else ''}: {pauses or 'no switch'} ms")
+        staged = max((switch["staged_layers"] for switch in switches), default=0)
+        ahead = f", {staged} layers ahead" if staged else ""
+        say(f"{fill} tokens of KV{ahead}: {pauses or 'no switch'} ms")
     if not found:
         raise MoebiusError("no switch with live requests fits the engine: " + "; ".join(notes))
     if not slowed:
@@ -225,9 +235,11 @@ def _live(
     }
 
 
-def _step(fleet: Fleet, load: Workload, iterations: list[int], prepare: int, notes: list[str]) -> list[LiveRun]:
+def _step(
+    fleet: Fleet, load: Workload, iterations: list[int], prepare: int, notes: list[str], layers: int | None = None
+) -> list[LiveRun]:
     """One step by rank, all requests of which must end as they should."""
-    runs: list[LiveRun] = fleet.call(switch_rank.alternating_step, load, iterations, prepare)
+    runs: list[LiveRun] = fleet.call(switch_rank.alternating_step, load, iterations, prepare, layers)
     check_ends(runs, load.lengths)
     notes += [f"a switch was refused: {reason}" for reason in dict.fromkeys(runs[0].cancelled)]
     return runs

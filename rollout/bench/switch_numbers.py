@@ -134,12 +134,12 @@ def live_numbers(
     """Medians at the fill nearest to HEADLINE_FILL and by bin of KV use; curves of phases by direction and bin."""
     numbers: dict[str, float] = {"live_switches": len(switches)}
     plain = [switch for switch in switches if not switch["prepared"]]
-    prepared = [switch for switch in switches if switch["prepared"]]
+    staged = sorted({switch["staged_layers"] for switch in switches if switch["prepared"]})
+    prepared = [switch for switch in switches if switch["prepared"] and switch["staged_layers"] == staged[-1]]
     for name, chosen in ((f"switch_live{live}", plain), (f"commit_pause_live{live}", prepared)):
         if not chosen:
             continue
-        fill = min({switch["fill"] for switch in chosen}, key=lambda tokens: abs(tokens - HEADLINE_FILL))
-        at_fill = [switch for switch in chosen if switch["fill"] == fill]
+        at_fill = _at_headline(chosen)
         numbers[f"{name}_ms"] = _median(at_fill)
         numbers[f"{name}_kv_tokens"] = Spread.of([switch["kv_tokens"] for switch in at_fill]).median
         for to, short in (("TP", "ep_tp"), ("EP", "tp_ep")):
@@ -148,6 +148,10 @@ def live_numbers(
         drains = [switch["phases_ms"]["drain"] for switch in at_fill if "drain" in switch["phases_ms"]]
         if drains:
             numbers[f"{name}_drain_ms"] = Spread.of(drains).median
+    for layers in staged:
+        at_fill = _at_headline([s for s in switches if s["staged_layers"] == layers])
+        numbers[f"commit_pause_{layers}_layers_ms"] = _median(at_fill)
+        numbers[f"commit_experts_{layers}_layers_ms"] = Spread.of([s["device_ms"]["experts"] for s in at_fill]).median
     bins = binned(switches)
     for (kind, low), of_bin in bins.items():
         numbers[f"switch_{kind.replace(' ', '_').lower()}_{low}_{low + _BIN}_pct_ms"] = _median(of_bin)
@@ -158,12 +162,16 @@ def live_numbers(
 def binned(switches: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Switches by kind and by the share of the source's KV pages in use, in bins of 10 per cent, in order.
 
-    Kinds are "to TP", "to TP prepared" and "to EP".
+    Kinds are "to TP", "to TP prepared" (of several shares of layers staged, the largest), "to TP 12 layers ahead" and
+    "to EP".
     """
     bins: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    most = max((switch["staged_layers"] for switch in switches), default=0)
     for switch in switches:
         low = min(100 - _BIN, int(100 * switch["kv_use_before"]) // _BIN * _BIN)
-        kind = f"to {switch['to']}" + (" prepared" if switch["prepared"] else "")
+        kind, layers = f"to {switch['to']}", switch["staged_layers"]
+        if switch["prepared"]:
+            kind += " prepared" if layers == most else f" {layers} layers ahead"
         bins.setdefault((kind, low), []).append(switch)
     return dict(sorted(bins.items(), key=lambda item: (item[0][0] == "to EP", *item[0])))
 
@@ -179,6 +187,12 @@ def _phase_curves(bins: dict[tuple[str, int], list[dict[str, Any]]]) -> list[Cur
         )
         for phase in phases
     ]
+
+
+def _at_headline(switches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those at the fill nearest to HEADLINE_FILL."""
+    fill = min({switch["fill"] for switch in switches}, key=lambda tokens: abs(tokens - HEADLINE_FILL))
+    return [switch for switch in switches if switch["fill"] == fill]
 
 
 def prepare_numbers(

@@ -101,13 +101,20 @@ class Shapes:
     heads: list[tuple[int, int]] = field(default_factory=list)
 
 
-def alternating_step(engine: Ours, workload: Workload, iterations: list[int], prepare: int) -> LiveRun:
-    """One step that switches to and fro with whatever is live, see `Alternating`; a collective."""
+def alternating_step(
+    engine: Ours, workload: Workload, iterations: list[int], prepare: int, layers: int | None = None
+) -> LiveRun:
+    """One step that switches to and fro with whatever is live, see `Alternating`; a collective.
+
+    Of prepared switches at most `layers` are staged; None: as many as the engine's settings say.
+    """
     kept, engine.engine.policy = engine.engine.policy, Alternating(iterations, prepare)
+    staging = engine.engine.switcher.staging
+    most, staging.most = staging.most, min(staging.most, layers or staging.most)
     try:
         outcome = engine.step(workload)
     finally:
-        engine.engine.policy = kept
+        engine.engine.policy, staging.most = kept, most
     return LiveRun(
         switches=[asdict(record) for record in outcome.stats.switches],
         cancelled=[cancelled.reason for cancelled in outcome.stats.cancelled],

@@ -134,12 +134,14 @@ class Sender:
             sending.give_up()
         if link is not None:
             link.stop()
-        if sending is not None:
-            sending.join(GRACE_S)
-        if sending is not None and sending.is_alive():
-            _log.warning("an offer of weights that was given up is still being sent: it ends at its timeout")
-        elif link is not None:
-            link.close()
+        try:
+            if sending is not None:
+                sending.join(GRACE_S)
+        finally:
+            if sending is not None and sending.is_alive():
+                _log.warning("an offer of weights that was given up is still being sent: it ends at its timeout")
+            elif link is not None:
+                link.close()
 
     def close(self) -> None:
         """Leave, when the last offer has been sent and read."""

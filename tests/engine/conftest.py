@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moebius.rollout.demo import make_tiny_model
-from tests.engine import work
+from tests.engine import stock_engine, work
 from tests.engine.fleet import Fleet
 
 RANKS = 2
@@ -26,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="session")
 def plain_engines(models: list[str]) -> Iterator[list[Fleet]]:
     """A fresh stock engine per checkpoint."""
-    fleets = [Fleet(1, work.PlainEngine, work.config(model)) for model in models]
+    fleets = [Fleet(1, stock_engine.PlainEngine, work.config(model)) for model in models]
     yield fleets
     for fleet in fleets:
         fleet.close()

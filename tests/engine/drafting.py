@@ -91,6 +91,7 @@ def run_choosing(engine: Any, kind: str, truth: dict[SampleKey, list[int]], requ
     drafts.drafter.cost = lambda requests, context, tokens: np.full(len(tokens), 1.0)
     drafts.choice.force = None
     drafts.choice.timed_drafting = lambda *seen: None
+    drafts.choice._overheads.clear()  # of earlier steps, by a clock that other programs on this machine hold up
     try:
         return run_guessing(engine, kind, truth, work.TP, requests)
     finally:

@@ -7,7 +7,8 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, reduction
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -71,7 +72,36 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _serve(pipe: Any, environment: dict[str, str], make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _context() -> BaseContext:
+    """Where rank processes come from: on CPU, a process that has imported vLLM, which takes longer than the rest of a
+    start, and is forked. With CUDA, which does not live through a fork, each rank is a new process.
+    """
+    if torch.cuda.is_available():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.engine.llm_engine", "moebius.engine.engine"])
+    with _environment(ENVIRONMENT):  # what is imported reads some of it
+        forkserver.ensure_running()
+    return context
+
+
+class _Output:
+    """Where this process writes to, for a child that is forked from another: pytest shows it where a test fails."""
+
+    def __getstate__(self) -> list[Any]:
+        return [reduction.DupFd(fd) for fd in (1, 2)]
+
+    def __setstate__(self, here: list[Any]) -> None:
+        for fd, copy in zip((1, 2), here, strict=True):
+            if (own := copy.detach()) != fd:  # a new process has it under the same number already
+                os.dup2(own, fd)
+                os.close(own)
+
+
+def _serve(
+    pipe: Any, output: _Output, environment: dict[str, str], make: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(environment)  # a forked process has that of the one it was forked from
     ident = parse_ident(environment["MOEBIUS_GROUP_ID"])
     assert ident is not None
     name_python_segments(ident)
@@ -100,7 +130,7 @@ class Fleet:
     """`make(*arguments)` in every rank process; `call` runs a picklable function on the result in all of them."""
 
     def __init__(self, ranks: int, make: Callable[..., Any], *arguments: Any, timeout_s: float = 240) -> None:
-        context = get_context("spawn")
+        context: Any = _context()
         port = str(free_port())
         clean_leftovers()
         self.ident = make_ident()
@@ -115,7 +145,9 @@ class Fleet:
                 "MASTER_PORT": port,
                 "MOEBIUS_GROUP_ID": str(self.ident),
             }
-            process = context.Process(target=_serve, args=(theirs, environment, make, arguments), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, _Output(), environment, make, arguments), daemon=True
+            )
             with _environment(environment):  # torch reads some of it when it is imported, before anything else runs
                 process.start()
             self.pipes.append(mine)

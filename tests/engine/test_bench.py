@@ -119,7 +119,7 @@ def test_rollout(up: Path, tmp_path: Path) -> None:
 def test_switch(up: Path, tmp_path: Path) -> None:
     memory = make_results("memory", command="x", options={}, results={"memory_overhead_pct": 1.5}).write(tmp_path)
     arguments = ["--live", "6", "--fills", "150,300,4000", "--switches", "3", "--every", "3", "--drained", "2"]
-    arguments += ["--prepare", "4"]
+    arguments += ["--prepare", "4", "--prepare-layers", "1,2"]
     arguments += ["--kv-tokens", "2048", "--repeats", "2", "--soak", "7", "--soak-live", "5", "--soak-context", "12"]
     results = bench(up, tmp_path, "switch", *arguments, "--update-every", "3", "--memory-json", str(memory))
     numbers = results.results
@@ -128,9 +128,12 @@ def test_switch(up: Path, tmp_path: Path) -> None:
     wanted += "commit_pause_live6_ms prepare_slowdown_pct soak_switches soak_device_bytes_delta soak_fd_delta"
     assert set(wanted.split()) <= numbers.keys()
     assert all(numbers[name] > 0 for name in wanted.split() if not name.startswith(("soak_", "prepare_")))
-    assert numbers["live_switches"] == 12, "three at each of the two fills that fit, plain and prepared"
-    assert [switch["to"] for switch in results.series["live"]] == ["TP", "EP", "TP"] * 4
-    assert [switch["prepared"] for switch in results.series["live"]] == ([False] * 3 + [True, False, True]) * 2
+    assert numbers["live_switches"] == 18, "three at each of the two fills that fit, plain and prepared in two ways"
+    assert [switch["to"] for switch in results.series["live"]] == ["TP", "EP", "TP"] * 6
+    staged = [switch["staged_layers"] for switch in results.series["live"]]
+    assert staged == [0, 0, 0, 1, 0, 1, 2, 0, 2] * 2
+    assert all(switch["prepared"] == bool(switch["staged_layers"]) for switch in results.series["live"])
+    assert {"commit_pause_1_layers_ms", "commit_pause_2_layers_ms"} <= numbers.keys()
     for switch in results.series["live"]:
         assert switch["live"] == 6
         assert abs(switch["kv_tokens"] - switch["fill"]) < 120

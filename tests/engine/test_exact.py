@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moebius.engine.config import PolicyConfig
-from tests.engine import work
+from tests.engine import stock_engine, updating, work
 from tests.engine.fleet import Fleet
 
 POLICIES = {
@@ -21,7 +21,7 @@ REQUESTS = work.rich_requests(12)  # 24 samples; their prompts take more than on
 
 @pytest.fixture(scope="module")
 def reference(plain_engines: list[Fleet]) -> dict:
-    return plain_engines[0].call(work.plain_run, REQUESTS)[0]
+    return plain_engines[0].call(stock_engine.plain_run, REQUESTS)[0]
 
 
 def test_reference_covers_every_way_to_finish(reference: dict) -> None:
@@ -73,9 +73,9 @@ def test_three_steps_with_updates_between(fleet: Fleet, plain_engines: list[Flee
     """Each step equals a fresh engine of its weights, fused and per-expert names alike; addresses never change."""
     where = fleet.call(work.addresses)
     for step, index in enumerate([1, 2, 0]):
-        fleet.call(work.load_checkpoint, models[index], step + 1, step % 2 == 0)
+        fleet.call(updating.load_checkpoint, models[index], step + 1, step % 2 == 0)
         requests = work.rich_requests(6, seed=step, step=step)
-        want = plain_engines[index].call(work.plain_run, requests)[0]
+        want = plain_engines[index].call(stock_engine.plain_run, requests)[0]
         outcomes = fleet.call(work.run, PolicyConfig(threshold=6), per_rank=work.split(requests, 2))
         work.assert_same(work.collect(outcomes), want)
         assert {r.policy_version for o in outcomes for r in o.results} == {step + 1}

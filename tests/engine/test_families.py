@@ -11,7 +11,7 @@ import pytest
 
 from moebius.engine.config import EngineConfig, PolicyConfig
 from moebius.engine.families import CHECKED
-from tests.engine import work
+from tests.engine import stock_engine, updating, work
 from tests.engine.families import FAMILIES, make_family_model
 from tests.engine.fleet import Fleet
 
@@ -26,7 +26,7 @@ POLICIES = {
 
 def stock_tokens(_: Any, settings: EngineConfig) -> dict:
     """What a fresh stock engine makes of REQUESTS; one process serves all families."""
-    return work.plain_run(work.PlainEngine(settings), REQUESTS)
+    return stock_engine.plain_run(stock_engine.PlainEngine(settings), REQUESTS)
 
 
 @dataclass
@@ -84,10 +84,10 @@ def test_there_and_back(subject: Subject) -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["per expert", "fused"])
 def test_full_update(subject: Subject, fused: bool) -> None:
     """Every weight differs between the checkpoints: one that the second update left out would show in the tokens."""
-    subject.fleet.call(work.load_checkpoint, subject.models[1], 1, not fused)
+    subject.fleet.call(updating.load_checkpoint, subject.models[1], 1, not fused)
     outcomes = subject.fleet.call(work.run, work.EP, per_rank=work.split(REQUESTS, RANKS))
     changed = work.collect(outcomes)
     assert sum(changed[key][0] != subject.reference[key][0] for key in changed) > len(changed) // 2
-    subject.fleet.call(work.load_checkpoint, subject.models[0], 2, fused)
+    subject.fleet.call(updating.load_checkpoint, subject.models[0], 2, fused)
     subject.check(work.run, PolicyConfig(kind="scheduled", at_iteration=9))
     subject.check(work.run, work.TP)

@@ -11,7 +11,7 @@ import pytest
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.rollout.demo import make_tiny_model
-from tests.engine import work
+from tests.engine import updating, work
 from tests.engine.fleet import Fleet, RankError
 
 
@@ -201,6 +201,6 @@ def test_failed_update_is_refused_until_a_full_one(fleet: Fleet, models: list[st
     with pytest.raises(RankError, match=r"version 7 .*send a full update") as error:
         fleet.call(work.run, work.EP, per_rank=[([request],), ([],)])
     assert error.value.kind == "EngineDirty"
-    fleet.call(work.load_checkpoint, models[0], 8, False)
+    fleet.call(updating.load_checkpoint, models[0], 8, False)
     outcomes = fleet.call(work.run, work.TP, per_rank=[([request],), ([],)])
     assert outcomes[0].results[0].policy_version == 8

@@ -10,7 +10,7 @@ import pytest
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.kernels.noise import derive_seed
-from tests.engine import work
+from tests.engine import updating, work
 from tests.engine.fleet import Fleet, RankError
 
 
@@ -108,14 +108,14 @@ def compare(fleet: Fleet, want: list[dict]) -> None:
     "mutant", [skip_one_layer, duplicate_a_page, skip_the_prefix_cache_reset, drop_a_record], ids=lambda f: f.__name__
 )
 def test_mutant_is_noticed(own_fleet: Fleet, healthy: list[dict], mutant: Any, models: list[str]) -> None:
-    own_fleet.call(work.load_checkpoint, models[0], 1, False)  # whole experts, whatever the mutant before did
+    own_fleet.call(updating.load_checkpoint, models[0], 1, False)  # whole experts, whatever the mutant before did
     own_fleet.call(mutant)
     with pytest.raises((AssertionError, RankError)):
         compare(own_fleet, healthy)
     if mutant is drop_a_record:
         with pytest.raises(RankError, match="restart the group"):
-            own_fleet.call(work.load_checkpoint, models[0], 2, False)
+            own_fleet.call(updating.load_checkpoint, models[0], 2, False)
     else:
         own_fleet.call(restore)
-        own_fleet.call(work.load_checkpoint, models[0], 1, False)
+        own_fleet.call(updating.load_checkpoint, models[0], 1, False)
         compare(own_fleet, healthy)

@@ -6,7 +6,7 @@ import pytest
 
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
-from tests.engine import work
+from tests.engine import stock_engine, work
 from tests.engine.fleet import Fleet
 
 REQUESTS = work.rich_requests(12)
@@ -14,7 +14,7 @@ REQUESTS = work.rich_requests(12)
 
 @pytest.fixture(scope="module")
 def reference(plain_engines: list[Fleet]) -> dict:
-    return plain_engines[0].call(work.plain_run, REQUESTS)[0]
+    return plain_engines[0].call(stock_engine.plain_run, REQUESTS)[0]
 
 
 @pytest.mark.parametrize("switches", [[], [0], [4], [4, 12, 20, 28]], ids=str)

@@ -6,8 +6,9 @@ import pytest
 
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
-from tests.engine import work
+from tests.engine import stock_engine, work
 from tests.engine.fleet import Fleet, RankError
+from tests.engine.layouts import check_layouts
 
 REQUESTS = work.rich_requests(12)  # 24 samples of all kinds; their prompts take more than one iteration to prefill
 LATER = [
@@ -18,12 +19,12 @@ LATER = [
 
 @pytest.fixture(scope="module")
 def reference(plain_engines: list[Fleet]) -> dict:
-    return plain_engines[0].call(work.plain_run, REQUESTS)[0]
+    return plain_engines[0].call(stock_engine.plain_run, REQUESTS)[0]
 
 
 @pytest.fixture(scope="module")
 def later(plain_engines: list[Fleet]) -> dict:
-    found = plain_engines[0].call(work.plain_run, LATER)[0]
+    found = plain_engines[0].call(stock_engine.plain_run, LATER)[0]
     return {SampleKey(key.prompt, key.sample, 1): value for key, value in found.items()}
 
 
@@ -74,6 +75,7 @@ def test_resumed_samples_equal_undisturbed_ones(
     assert [o.stats.resumed for o in second] == [o.stats.parked for o in first]
     for result in (r for o in [*first, *second, *third] for r in o.results):
         assert sum(count for _, count in result.versions) == len(result.token_ids) and len(result.versions) == 1
+    assert check_layouts(first, second, third).keys() == {"EP", "TP"}
     assert fleet.call(work.pages_in_use) == [(0, 0)] * 2
 
 
@@ -99,6 +101,7 @@ def test_parked_samples_can_be_ended(fleet: Fleet, reference: dict, keep_kv: boo
         if key in first or key in second:
             assert result.finish_reason == "abort" and 0 < count < len(reference[key][0])
         assert result.token_ids == reference[key][0][:count] and sum(n for _, n in result.versions) == count
+        assert result.layouts == [("EP", count)]
         assert result.logprobs is not None and len(result.logprobs) == count
     assert fleet.call(work.pages_in_use) == [(0, 0)] * 2
     park_all(fleet, keep_kv)

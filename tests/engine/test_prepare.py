@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from moebius.engine.config import PolicyConfig
+from moebius.rollout.demo import make_tiny_model
 from tests.engine import work
 from tests.engine.fleet import Fleet
 
@@ -44,7 +45,8 @@ def test_prepared_switches(preparing: Fleet, reference: dict, policy: PolicyConf
     for outcome in outcomes:
         (switch,) = outcome.stats.switches
         (prepared,) = outcome.stats.prepared_at
-        assert switch.prepared and first <= prepared < switch.iteration and switch.expert_bytes > 0
+        assert switch.prepared and first <= prepared < switch.iteration
+        assert switch.staged_layers == switch.expert_layers == 4 and switch.staged_bytes == switch.expert_bytes > 0
     assert preparing.call(work.free_pages) == preparing.call(work.usable_pages)
 
 
@@ -58,27 +60,73 @@ def test_prepared_in_vain(preparing: Fleet, reference: dict) -> None:
 
 
 def test_no_room_means_no_preparation(preparing: Fleet, reference: dict) -> None:
-    """A reserved page in use on one rank: no rank prepares, and the switch is an ordinary one."""
+    """The last page in use on one rank: no rank prepares, and the switch is an ordinary one."""
     policy = PolicyConfig(kind="scheduled", at_iteration=12, prepare_iterations=6)
-    outcomes = preparing.call(work.run_with_a_reserved_page_in_use, policy, per_rank=work.split(REQUESTS, 2, "skew"))
+    share = work.split(REQUESTS, 2, "skew")
+    outcomes = preparing.call(work.run_with_a_reserved_page_in_use, policy, 1, per_rank=share)
     work.assert_same(work.collect(outcomes), reference)
     for outcome in outcomes:
         assert not outcome.stats.prepared_at and not outcome.stats.switches[0].prepared
+        assert outcome.stats.switches[0].staged_bytes == 0 < outcome.stats.switches[0].expert_bytes
+
+
+def test_less_room_on_one_rank_means_fewer_layers_on_all(preparing: Fleet, reference: dict) -> None:
+    """10 pages hold what is to come of two layers, of which the second is whole, but not of three."""
+    policy = PolicyConfig(kind="scheduled", at_iteration=12, prepare_iterations=6)
+    share = work.split(REQUESTS, 2, "skew")
+    outcomes = preparing.call(work.run_with_a_reserved_page_in_use, policy, 11, per_rank=share)
+    work.assert_same(work.collect(outcomes), reference)
+    for outcome in outcomes:
+        (switch,) = outcome.stats.switches
+        assert switch.prepared and switch.staged_layers == 2 and switch.expert_layers == 4
+        assert 2 * switch.staged_bytes == switch.expert_bytes
+    assert preparing.call(work.free_pages) == preparing.call(work.usable_pages)
 
 
 def test_expert_bytes_after_a_prepared_switch(preparing: Fleet) -> None:
     """They are those of a switch at once, in every slot of TP, and come home as they were."""
     policy = PolicyConfig(kind="scheduled", at_iteration=12, prepare_iterations=3)
-    unprepared = PolicyConfig(kind="scheduled", at_iteration=0)
     found = []
-    for chosen in (policy, unprepared):
-        outcomes = preparing.call(work.run, chosen, per_rank=work.split(REQUESTS, 2, "round"))
-        assert outcomes[0].stats.switches[0].prepared == (chosen is policy)
-        found.append(preparing.call(work.tp_expert_hashes))
-    assert found[0] == found[1]
+    try:
+        for layers in (4, 3, 1, 0):
+            (sent, _) = preparing.call(work.stage_at_most, layers)
+            chosen = policy if layers else PolicyConfig(kind="scheduled", at_iteration=0)
+            outcomes = preparing.call(work.run, chosen, per_rank=work.split(REQUESTS, 2, "round"))
+            (switch,) = outcomes[0].stats.switches
+            assert (switch.staged_layers, switch.staged_bytes, switch.expert_bytes) == (layers, layers * sent, 4 * sent)
+            found.append(preparing.call(work.tp_expert_hashes))
+    finally:
+        preparing.call(work.stage_at_most, 4)
+    assert all(hashes == found[-1] for hashes in found)
 
 
-def test_a_model_without_room_is_refused_in_words(models: list[str]) -> None:
-    settings = work.config(models[0], prepare="on", kv_cache_bytes=1 << 18, max_model_len=64)
-    with pytest.raises(Exception, match=r"engine.prepare is on, but a switch cannot be prepared.*KV pages"):
+@pytest.fixture(scope="module")
+def large_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four layers whose experts are larger than the KV of all requests."""
+    return str(make_tiny_model(tmp_path_factory.mktemp("large"), moe_intermediate=512, seed=7))
+
+
+def test_a_kv_cache_too_small_for_all_layers(large_experts: str) -> None:
+    """Some are staged, the others moved beside their copies; tokens are those of a step that is not switched."""
+    settings = work.config(large_experts, enable_prefix_caching=True, prepare="on", kv_cache_bytes=6 << 20)
+    fleet = Fleet(2, work.make_engine, settings)
+    try:
+        share = work.split(REQUESTS[:12], 2, "skew")
+        reference = work.collect(fleet.call(work.run, work.EP, per_rank=share))
+        outcomes = fleet.call(work.run, PolicyConfig(threshold=6), per_rank=share)
+        work.assert_same(work.collect(outcomes), reference)
+        assert fleet.call(work.free_pages) == fleet.call(work.usable_pages)
+        for outcome in outcomes:
+            (switch,) = outcome.stats.switches
+            assert switch.prepared and 1 <= switch.staged_layers < switch.expert_layers == 4
+            # Of three matrices of 128 x 512 and four experts per layer half goes to the peer.
+            assert switch.staged_bytes == switch.staged_layers * 4 * 3 * 128 * 512 * 4 // 2
+            assert switch.expert_bytes == switch.staged_bytes * 4 // switch.staged_layers
+    finally:
+        fleet.close()
+
+
+def test_a_model_without_room_is_refused_in_words(large_experts: str) -> None:
+    settings = work.config(large_experts, prepare="on", kv_cache_bytes=1 << 18, max_model_len=64)
+    with pytest.raises(Exception, match=r"engine.prepare is on, but a switch cannot be prepared: 0 of 4 layers"):
         Fleet(2, work.make_engine, settings)

@@ -10,7 +10,7 @@ import pytest
 from moebius.engine.config import PolicyConfig
 from moebius.engine.memory import BackingError
 from moebius.engine.types import MemoryTag
-from tests.engine import work
+from tests.engine import stock_engine, updating, work
 from tests.engine.fleet import Fleet, RankError
 
 REQUESTS = work.rich_requests(6)
@@ -21,12 +21,12 @@ BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 def _weights_as_before(fleet: Fleet, models: list[str]) -> Iterator[None]:
     """Other modules use the same engines."""
     yield
-    fleet.call(work.load_checkpoint, models[0], 99, False)
+    fleet.call(updating.load_checkpoint, models[0], 99, False)
 
 
 @pytest.fixture(scope="module")
 def want(plain_engines: list[Fleet]) -> dict:
-    return plain_engines[0].call(work.plain_run, REQUESTS)[0]
+    return plain_engines[0].call(stock_engine.plain_run, REQUESTS)[0]
 
 
 def resident() -> int:
@@ -57,7 +57,7 @@ def tokens(fleet: Fleet, policy: PolicyConfig | None = None) -> dict:
 @pytest.mark.parametrize("last", ["EP", "TP"])
 def test_memory_is_returned_and_weights_come_back(fleet: Fleet, want: dict, models: list[str], last: str) -> None:
     """With a host copy, whichever layout the experts stand in."""
-    fleet.call(work.pull, 60, "in_place", models[0], None)
+    fleet.call(updating.pull, 60, "in_place", models[0], None)
     work.assert_same(tokens(fleet, work.EP if last == "EP" else work.TP), want)
     where = fleet.call(work.addresses)
     sizes = fleet.call(regions)
@@ -83,9 +83,9 @@ def test_without_a_copy_a_full_update_is_needed(fleet: Fleet, want: dict, models
         assert before - after >= 0.95 * change.nbytes - (1 << 20), "what was touched is not in use any more"
         assert change.nbytes > 30 << 20
     with pytest.raises(RankError, match="call wake_up before an update"):
-        fleet.call(work.pull, 70, "in_place", models[0], None)
+        fleet.call(updating.pull, 70, "in_place", models[0], None)
     fleet.call(wake, ("weights",))
-    fleet.call(work.pull, 70, "staged", models[0], None)
+    fleet.call(updating.pull, 70, "staged", models[0], None)
     with pytest.raises(RankError, match=r"given back \(kv_cache\)"):
         tokens(fleet)
     fleet.call(wake, BOTH)
@@ -97,7 +97,7 @@ def test_without_a_copy_a_full_update_is_needed(fleet: Fleet, want: dict, models
     fleet.call(wake, BOTH)
     with pytest.raises(RankError, match="send a full update"):
         tokens(fleet)
-    fleet.call(work.pull, 71, "in_place", models[0], None)
+    fleet.call(updating.pull, 71, "in_place", models[0], None)
     work.assert_same(tokens(fleet), want)
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
 from moebius.kernels.noise import derive_seed
 from moebius.rollout.demo import make_tiny_model
-from tests.engine import work
+from tests.engine import stock_engine, work
 from tests.engine.fleet import Fleet
 
 
@@ -117,7 +117,7 @@ def mute(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def reference(plain_engines: list[Fleet]) -> dict:
-    found = plain_engines[0].call(work.plain_run, REQUESTS)[0]
+    found = plain_engines[0].call(stock_engine.plain_run, REQUESTS)[0]
     return {key: (*value[:3], None, value[4]) for key, value in found.items()}  # the fleet has no text
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.kernels.noise import derive_seed
-from tests.engine import work
+from tests.engine import stock_engine, updating, work
 from tests.engine.fleet import Fleet, RankError
 
 EXAMPLES = 60
@@ -220,9 +220,9 @@ switches = st.one_of(st.lists(st.integers(0, 24), max_size=6), interactive)
 @pytest.fixture(scope="module")
 def reference(models: list[str]) -> dict[int, Any]:
     """By prompt number: what the stock engine makes of the pool's requests, one at a time."""
-    plain = Fleet(1, work.PlainEngine, work.config(models[0]))
+    plain = Fleet(1, stock_engine.PlainEngine, work.config(models[0]))
     try:
-        got = plain.call(work.plain_run, POOL)[0]
+        got = plain.call(stock_engine.plain_run, POOL)[0]
     finally:
         plain.close()
     return {key.prompt: value for key, value in got.items()}
@@ -419,8 +419,8 @@ def test_weights_change_after_an_interactive_step(
     """There and back again: tokens are the first model's only if every expert was written to its place twice."""
     policy = PolicyConfig(kind="interactive", threshold=0 if end_in == "EP" else 100, window=1, cooldown_s=0.0)
     before = work.collect(storm_fleet.call(work.run, policy, per_rank=work.split(POOL[:8], 2)))
-    storm_fleet.call(work.load_checkpoint, models[1], 1, False)
+    storm_fleet.call(updating.load_checkpoint, models[1], 1, False)
     other = work.collect(storm_fleet.call(work.run, policy, per_rank=work.split(POOL[:8], 2)))
     assert {key: result[0] for key, result in other.items()} != {key: result[0] for key, result in before.items()}
-    storm_fleet.call(work.load_checkpoint, models[0], 2, True)
+    storm_fleet.call(updating.load_checkpoint, models[0], 2, True)
     plain_step(storm_fleet, policy, reference)

@@ -9,7 +9,7 @@ import pytest
 
 from moebius.engine.config import PolicyConfig, TailConfig
 from moebius.engine.types import DraftStats, StepOutcome
-from tests.engine import drafting, work
+from tests.engine import drafting, stock_engine, work
 from tests.engine.fleet import Fleet
 from tests.engine.test_routed_experts import check as check_routes
 from tests.engine.test_steady import plain_requests
@@ -22,7 +22,7 @@ MID = PolicyConfig(kind="scheduled", at_iteration=9)
 
 @pytest.fixture(scope="module")
 def reference(plain_engines: list[Fleet]) -> dict:
-    return plain_engines[0].call(work.plain_run, REQUESTS)[0]
+    return plain_engines[0].call(stock_engine.plain_run, REQUESTS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_between_ahead_and_drafting(drafting_fleet: Fleet, reference: dict, ever
 def test_between_both_with_requests_that_nobody_reads(drafting_fleet: Fleet, plain_engines: list[Fleet]) -> None:
     """Iterations ahead in which a front sees no tokens, and drafting in between."""
     quiet = [replace(r, sampling=r.sampling | {"detokenize": False}) for r in plain_requests()]
-    found = plain_engines[0].call(work.plain_run, quiet)[0]
+    found = plain_engines[0].call(stock_engine.plain_run, quiet)[0]
     wanted = {key: (*value[:3], None, value[4]) for key, value in found.items()}
     texts = {request.key: [*request.prompt_token_ids, *found[request.key][0]] for request in quiet}
     before = drafting_fleet.call(drafting.steady_iterations)[0]

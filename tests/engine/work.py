@@ -83,22 +83,31 @@ def usable_pages(engine: Any) -> tuple[int, int]:
     return engine.pair.ep.usable_pages, engine.pair.tp.usable_pages
 
 
-def run_with_a_reserved_page_in_use(engine: Any, policy: PolicyConfig, requests: list[SampleRequest]) -> StepOutcome:
-    """One step during whose first 9 iterations rank 0 holds the page with the highest id, as a sample might."""
+def run_with_a_reserved_page_in_use(
+    engine: Any, policy: PolicyConfig, page: int, requests: list[SampleRequest]
+) -> StepOutcome:
+    """One step from whose first iteration to its ninth rank 0 holds a page, counted from the end, as a sample might."""
     pool = engine.pair.ep.scheduler.kv_cache_manager.block_pool
-    held = [pool.blocks[-1]] if engine.rank == 0 else []
-    engine._reset_prefix_caches()
-    pool.touch(held)
+    held = [pool.blocks[-page]] if engine.rank == 0 else []
     passed = 0
 
     def on_iteration(*seen: Any) -> None:
         nonlocal passed
         passed += 1
+        if passed == 1:
+            pool.touch(held)
         if passed == 9:
             pool.free_blocks(held)
 
     engine.policy.config = policy
     return engine.run_step(requests, on_iteration=on_iteration)
+
+
+def stage_at_most(engine: Any, layers: int) -> int:
+    """From now on. Returns the bytes that a layer sends."""
+    engine.switcher.staging.most = layers
+    w13, w2 = (p.numel() * p.element_size() for p in engine.switcher.staging._tensors(0)[:2])
+    return (w13 + w2) // engine.world_size * (engine.world_size - 1)
 
 
 def tp_expert_hashes(engine: Any) -> list[str]:
@@ -166,59 +175,6 @@ def run_open(
     assert not outcome.results
     outcome.results = results
     return outcome
-
-
-class PlainEngine:
-    """A stock vLLM engine with one process: the reference.
-
-    Changed in two ways only: the sampler, and vLLM's fault that lets a request inherit another's allowed_token_ids.
-    """
-
-    def __init__(self, settings: EngineConfig) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        from moebius.engine import sampler, vllm_patches
-
-        vllm_patches.fix_upstream()
-        self.front: Any = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=settings.model,
-                dtype="float32",
-                max_model_len=settings.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                block_size=settings.block_size,
-                kv_cache_memory_bytes=settings.kv_cache_bytes,
-                enable_prefix_caching=False,
-                enforce_eager=True,
-                disable_log_stats=True,
-                async_scheduling=False,
-                logprobs_mode=settings.logprobs_mode,
-            )
-        )
-        sampler.install(self.front.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
-
-
-def plain_run(engine: PlainEngine, requests: list[SampleRequest]) -> dict[SampleKey, tuple[Any, ...]]:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    from moebius.engine.sampler import SEED_FIELD
-
-    keys = {}
-    for r in requests:
-        params = SamplingParams(**r.sampling, extra_args={SEED_FIELD: r.seed}, output_kind=RequestOutputKind.FINAL_ONLY)
-        name = f"{r.key.prompt}:{r.key.sample}"
-        keys[name] = r.key
-        engine.front.add_request(name, {"prompt_token_ids": r.prompt_token_ids}, params)
-    done = {}
-    while engine.front.has_unfinished_requests():
-        for output in engine.front.step():
-            c = output.outputs[0]
-            lps = [entry[t].logprob for t, entry in zip(c.token_ids, c.logprobs, strict=True)] if c.logprobs else None
-            done[keys[output.request_id]] = (list(c.token_ids), str(c.finish_reason), c.stop_reason, c.text, lps)
-    return done
 
 
 def split(requests: list[SampleRequest], ranks: int, rule: str = "round") -> list[tuple[list[SampleRequest]]]:
@@ -317,38 +273,6 @@ def run_with_aborts(
         del engine.switcher.to_tp
 
 
-def load_checkpoint(engine: Any, directory: str, version: int, fused: bool) -> None:
-    """A full weight update from a checkpoint directory, in several calls, per expert or fused."""
-    from safetensors.torch import load_file
-
-    from moebius.engine.weights import ExpectedWeights
-
-    tensors = load_file(f"{directory}/model.safetensors")
-    if fused:
-        tensors = fuse(tensors, ExpectedWeights.from_model(directory))
-    engine.begin_update(version)
-    items = list(tensors.items())
-    for start in range(0, len(items), 7):
-        engine.update_tensors(items[start : start + 7])
-    engine.commit_update()
-
-
-def fuse(tensors: dict[str, Any], expected: Any) -> dict[str, Any]:
-    """Per-expert tensors stacked into the fused names a transformers 5 module uses."""
-    import torch
-
-    fused = {}
-    for name in expected.shapes:
-        parts = [tensors[part] for part in expected.parts_of(name)]
-        if parts == [tensors.get(name)] or len(parts) == 1:
-            fused[name] = parts[0]
-        elif "gate_up" in name:
-            fused[name] = torch.stack([torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)])
-        else:
-            fused[name] = torch.stack(parts)
-    return fused
-
-
 def addresses(engine: Any) -> tuple[list[int], list[int]]:
     return engine.pair.ep.addresses(), engine.pair.tp.addresses()
 
@@ -443,30 +367,6 @@ def pages_in_use(engine: Any) -> tuple[int, int]:
 
 def abort_parked(engine: Any, keys: list[SampleKey] | None) -> list[Any]:
     return engine.abort_parked(keys)
-
-
-def read_checkpoint(directory: str, trouble: str | None) -> Any:
-    """A weight source; `trouble`: what goes wrong with it."""
-    from safetensors.torch import load_file
-
-    items = list(load_file(f"{directory}/model.safetensors").items())
-    for start in range(0, len(items), 7):
-        if trouble == "raises" and start >= 14:
-            raise OSError("the trainer is gone")
-        if not (trouble == "short" and start == 7):
-            yield items[start : start + 7]
-        if trouble == "shape" and start == 7:
-            yield [(items[0][0], items[0][1][:-1])]
-    read_checkpoint.read_to_the_end = True  # type: ignore[attr-defined]
-
-
-def pull(engine: Any, version: int, mode: str, directory: str, trouble: str | None) -> Any:
-    read_checkpoint.read_to_the_end = False  # type: ignore[attr-defined]
-    return engine.pull_update(version, read_checkpoint, (directory, trouble), mode)
-
-
-def was_read_to_the_end(engine: Any) -> bool:
-    return read_checkpoint.read_to_the_end  # type: ignore[attr-defined]
 
 
 def run_failing(engine: Any, rank: int, requests: list[SampleRequest]) -> StepOutcome:

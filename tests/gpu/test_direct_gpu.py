@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moebius.kernels.direct import DirectMover, ExpertMoverName
 from moebius.kernels.plan import kv_head_ranges
+from moebius.kernels.rooms import commit_order
 from moebius.kernels.signals import How, PeerTimeout
 from moebius.rollout.bench.mover import MoverShape, measure, table
 from tests.engine.fleet import Fleet, sharing_gpus
@@ -119,14 +120,13 @@ def check_choice(own: Rank) -> dict[str, float]:
 
 
 def check_staged(own: Rank, rounds: int) -> int:
-    """PREPARE while this rank's device works, then COMMIT: the plan's bytes, with ranks out of step."""
+    """PREPARE of any share of layers while this rank works, then COMMIT: the plan's bytes, with ranks out of step."""
     shape = STAGED
     storage = torch.zeros(shape.numel, dtype=torch.int16, device=own.device)
     slots = Slots(shape, storage)
     mover = DirectMover.connect(storage, own.group)
     mover.prepare_experts(slots.experts("EP", 0), slots.experts("TP", 0))
-    size = (shape.w13 + shape.w2) // shape.ranks * (shape.ranks - 1)
-    rooms = [slots.kv("EP", layer).view(-1)[-size:].view(torch.uint8) for layer in range(shape.layers)]
+    spans = model.room_spans(shape, shape.ep_pages)
     delays = random.Random(own.rank)
     work = torch.ones(1 << 20, device=own.device)
     sent = 0
@@ -135,10 +135,11 @@ def check_staged(own: Rank, rounds: int) -> int:
         torch.cuda.synchronize()
         dist.barrier(own.group)
         torch.cuda._sleep(delays.randrange(1_000_000))
+        rooms = model.rooms_of(shape, storage, spans, most=shape.layers - seed % (shape.layers + 1))
         mover.begin_staging()
-        for layer in range(shape.layers):
+        for layer, room in enumerate(rooms):
             experts = (*slots.experts("EP", layer), *slots.experts("TP", layer))
-            sent += mover.stage_experts(*experts, rooms[layer])
+            sent += mover.stage_experts(*experts, room)
         mover.end_staging()
         for _ in range(delays.randrange(4)):
             work.mul_(1.0)  # the model goes on
@@ -147,16 +148,15 @@ def check_staged(own: Rank, rounds: int) -> int:
             mover.finish()
             dist.barrier(own.group)
             continue
-        mover.begin_commit()
-        for layer in range(shape.layers):
-            experts = (*slots.experts("EP", layer), *slots.experts("TP", layer))
-            mover.commit_experts(*experts, rooms[layer])
+        mover.begin_commit(moves_follow=len(rooms) < shape.layers)
+        for layer in commit_order(len(rooms), shape.layers):
+            model.commit(mover, slots, rooms, layer)
         mover.end_commit()
         mover.finish()
         wanted = model.reference(shape, True, seed, None, False, str(own.device))[own.rank]
         for found in (storage, wanted):
-            for layer in range(shape.layers):
-                Slots(shape, found).kv("EP", layer).view(-1)[-size:] = 0
+            for start, end in spans:
+                found.view(torch.uint8)[start:end] = 0
         assert torch.equal(storage, wanted), f"rank {own.rank}, round {seed}: bytes differ from the plan"
         dist.barrier(own.group)
     mover.close()

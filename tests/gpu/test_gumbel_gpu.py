@@ -91,3 +91,17 @@ def test_draws_do_not_wait_for_the_device() -> None:
         gumbel_argmax(logits, seeds, positions)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_numbers_go_to_the_device() -> None:
+    """Those of numpy, too, and more copies than one block of pinned memory holds are on their way at once."""
+    import numpy as np
+
+    from moebius.engine.sampler import to_device
+
+    device = torch.device("cuda")
+    for numbers in ([3, 1 << 62], [], np.arange(12, dtype=np.int32).reshape(3, 4).T, np.flatnonzero(np.zeros(4))):
+        found = to_device(numbers, device)
+        assert found.is_cuda and found.tolist() == np.asarray(numbers).tolist()
+    many = [to_device(np.full(5000, i), device) for i in range(64)]
+    assert all((numbers == i).all() for i, numbers in enumerate(many))

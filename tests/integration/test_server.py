@@ -32,6 +32,7 @@ from moebius.rollout.transports import trainer
 from moebius.rollout.types import Sampling
 from tests.http_server import fuzz, serving
 from tests.integration.ray_head import free_ports
+from tests.integration.server_calls import by_broadcast, count_of_switches, idle
 
 MODEL = "tiny"
 JSON = {"content-type": "application/json"}
@@ -74,14 +75,6 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def idle(service: RolloutService, seconds: float = 20) -> None:
-    """Wait until nothing is live."""
-    deadline = time.monotonic() + seconds
-    while (stats := service.stats()).live or stats.waiting:
-        assert time.monotonic() < deadline, stats
-        time.sleep(0.02)
-
-
 def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=[[5, 6, 7], [8, 9]], n=3, max_tokens=12, seed=1, logprobs=2,
@@ -97,6 +90,7 @@ def test_completions(client: openai.OpenAI) -> None:
         tops = choice.logprobs.top_logprobs
         assert all(lp <= 0 for lp in choice.logprobs.token_logprobs) and {len(top) for top in tops} <= {1, 2, 3}
         assert choice.policy_version == 0 and choice.versions == [[0, 12]]
+        assert sum(count for _, count in choice.layouts) == 12 and {name for name, _ in choice.layouts} <= {"EP", "TP"}
     again = client.completions.create(
         model=MODEL, prompt=[5, 6, 7], n=3, max_tokens=12, seed=1, extra_body={"ignore_eos": True}
     )
@@ -356,36 +350,6 @@ def test_random_arrivals_and_aborts(client: openai.OpenAI, service: RolloutServi
         )
         assert alone.choices[0].token_ids == found[i], bodies[i]
     assert count_of_switches(service) == before, "these did not see a switch"
-
-
-def count_of_switches(service: RolloutService) -> int:
-    """Of all steps; waits for the open one to close."""
-    deadline = time.monotonic() + 20
-    while service.stats().step is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return sum(service.stats().switches.values())
-
-
-def by_broadcast(url: str, tensors: dict[str, torch.Tensor], packed: bool, together: Any) -> list[httpx.Response]:
-    """Send tensors as a trainer does, in two requests; returns the answers."""
-    answers = []
-    names = list(tensors)
-    for part in (names[::2], names[1::2]):
-        info = {
-            "names": part,
-            "dtype_names": [str(tensors[name].dtype).removeprefix("torch.") for name in part],
-            "shapes": [list(tensors[name].shape) for name in part],
-            "packed": packed,
-            "packed_buffer_size_bytes": 50_000,
-        }
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(httpx.post, f"{url}/update_weights", json={"update_info": info}, timeout=120)
-            trainer.send(together, [(name, tensors[name]) for name in part], packed=packed, buffer_bytes=50_000)
-            answers.append(answer.result())
-        if answers[-1].status_code != 200:
-            break  # nobody would listen
-    return answers
 
 
 def test_weights_come_from_a_trainer(url: str, client: openai.OpenAI, group: RolloutGroup) -> None:

@@ -139,6 +139,10 @@ def test_sync_with_validation(data: Path, ray_folder: Path, tmp_path: Path) -> N
     answers = run.named("generated")
     assert [call["global_steps"] for call in answers] == [0] * PROMPTS * N + [1] * PROMPTS * N + [2] * PROMPTS
     assert all(call["stop"] == "completed" for call in answers)
+    layouts = [dict(part.split(":") for part in call["layouts"].split()) for call in answers]  # at most one switch
+    assert [sum(map(int, parts.values())) for parts in layouts] == [call["tokens"] for call in answers]
+    in_tp = [call["tp_tokens"] for call in answers]
+    assert [int(parts.get("TP", 0)) for parts in layouts] == in_tp and any(in_tp)
     assert all(call["sampling"]["temperature"] == 0 for call in run.named("generate")[-PROMPTS:])
     assert "val-core" in run.output
 

@@ -6,15 +6,19 @@ its own. Raises AssertionError if something does not hold.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
 import torch
 
+from benchmarks import kv_variants
+from moebius.engine.memory import SlotSizes, UnifiedBuffer
 from moebius.kernels.direct import DirectMover
 from moebius.kernels.experts import TritonCopy
-from moebius.kernels.kv import PageMover
+from moebius.kernels.kv import PageMover, PageWay, run_of
 from moebius.kernels.plan import kv_head_ranges
+from moebius.kernels.rooms import commit_order
 from moebius.kernels.signals import launch_signal
 from tests.unit import direct_model as model
 from tests.unit.direct_model import Shape, Slots
@@ -27,16 +31,20 @@ class Nothing:
         """Returns at once."""
 
 
-def movers_of(storages: list[torch.Tensor]) -> list[DirectMover]:
+# Every choice of `PageWay` that changes what the kernel does, alone and together.
+WAYS = (PageWay(runs=True), PageWay(programs_per_sm=3), PageWay(runs=True, programs_per_sm=2, streaming=True, warps=2))
+
+
+def movers_of(storages: list[torch.Tensor], way: PageWay | None = None) -> list[DirectMover]:
     movers = []
     for rank in range(len(storages)):
         b = model.buffers_of(storages, rank)
-        experts, pages = TritonCopy(b.bases, rank, b.device), PageMover(b.bases, rank, b.device)
+        experts, pages = TritonCopy(b.bases, rank, b.device), PageMover(b.bases, rank, b.device, way)
         movers.append(DirectMover(b, experts, pages, Nothing()))
     return movers
 
 
-def check_move(shape: Shape, to_tp: bool, seed: int, tokens_first: bool = False) -> None:
+def check_move(shape: Shape, to_tp: bool, seed: int, tokens_first: bool = False, way: PageWay | None = None) -> None:
     """A whole move, experts and KV, from poisoned targets; every byte of all buffers against the plan."""
     storages = [torch.empty(shape.numel, dtype=torch.int16) for _ in range(shape.ranks)]
     slots = [Slots(shape, storage, tokens_first) for storage in storages]
@@ -44,7 +52,7 @@ def check_move(shape: Shape, to_tp: bool, seed: int, tokens_first: bool = False)
         model.fill(own, "EP" if to_tp else "TP", rank, seed)
     table = model.page_table(shape, seed, fresh=not to_tp)
     pages, ranges = model.page_pairs(table, to_tp), kv_head_ranges(shape.kv_heads, shape.ranks)
-    movers = movers_of(storages)
+    movers = movers_of(storages, way)
     nothing = torch.empty(0, dtype=torch.int64)
     for mover, own in zip(movers, slots, strict=True):  # compiling moves nothing
         mover.prepare_kv(own.kv("EP", 0), own.kv("TP", 0), ranges)
@@ -66,7 +74,7 @@ def check_move(shape: Shape, to_tp: bool, seed: int, tokens_first: bool = False)
             )
     wanted = model.reference(shape, to_tp, seed, table, tokens_first)
     for rank in range(shape.ranks):
-        assert torch.equal(storages[rank], wanted[rank]), f"{shape} {to_tp=} {seed=} {tokens_first=}: rank {rank}"
+        assert torch.equal(storages[rank], wanted[rank]), f"{shape} {to_tp=} {seed=} {tokens_first=} {way}: {rank=}"
 
     page_bytes = shape.page[0] * shape.page[1] * 2
     for rank in range(shape.ranks):
@@ -79,37 +87,72 @@ def check_move(shape: Shape, to_tp: bool, seed: int, tokens_first: bool = False)
         assert sent[rank] == heads * page_bytes * shape.layers
 
 
-def check_staged(shape: Shape, seed: int) -> None:
+def check_staged(shape: Shape, seed: int, pages: int) -> int:
     """PREPARE (pitched copies, emulated) and COMMIT (the kernel and plain copies) leave the plan's bytes in the slots.
 
-    Staging rooms are the ends of the EP pools' slots: everything outside them must be as after a move at once.
+    Staging rooms are the ends of the EP pools' slots: everything outside them must be as after a move at once. Returns
+    how many layers were staged.
     """
     storages = [torch.empty(shape.numel, dtype=torch.int16) for _ in range(shape.ranks)]
     slots = [Slots(shape, storage) for storage in storages]
     for rank, own in enumerate(slots):
         model.fill(own, "EP", rank, seed)
     movers, memory = movers_of(storages), model.Memory(storages)
-    size = (shape.w13 + shape.w2) // shape.ranks * (shape.ranks - 1)
-    layers = range(shape.layers)
-    rooms = [[own.kv("EP", layer).reshape(-1)[-size:].view(torch.uint8) for layer in layers] for own in slots]
-    for layer in range(shape.layers):
-        for mover, own, room in zip(movers, slots, rooms, strict=True):
-            moves = mover._expert_moves(own.experts("EP", layer), own.experts("TP", layer), True)
-            for copy in mover._staged.copies(moves, mover.buffers.span(room[layer])[0]):
-                assert copy.peer != mover.buffers.rank
-                memory.copy_2d(copy)
-    for rank in range(shape.ranks):
-        assert not (storages[rank][: shape.expert_slot].view(torch.uint8) != model.POISON).any(), "a target was written"
+    spans = model.room_spans(shape, pages)
+    rooms = [model.rooms_of(shape, storage, spans) for storage in storages]
     for mover, own, room in zip(movers, slots, rooms, strict=True):
         mover._staged.compile(mover._expert_moves(own.experts("EP", 0), own.experts("TP", 0), True))
-        for layer in range(shape.layers):
-            mover.commit_experts(*own.experts("EP", layer), *own.experts("TP", layer), room[layer])
+        mover._staged.send = memory.copy_2d  # type: ignore[method-assign]
+        mover.begin_staging()
+        for layer, one in enumerate(room):
+            sent = mover.stage_experts(*own.experts("EP", layer), *own.experts("TP", layer), one)
+            assert sent == (shape.w13 + shape.w2) * 2 // shape.ranks * (shape.ranks - 1)
+        mover.end_staging()
+    for storage in storages:
+        assert not (storage[: shape.expert_slot].view(torch.uint8) != model.POISON).any(), "a target was written"
+    staged = len(rooms[0])
+    for mover in movers:
+        mover.begin_commit(moves_follow=staged < shape.layers)
+    for layer in commit_order(staged, shape.layers):
+        for mover, own, room in zip(movers, slots, rooms, strict=True):
+            model.commit(mover, own, room, layer)
+    for mover in movers:
+        mover.end_commit()
     wanted = model.reference(shape, True, seed, None)
     for rank in range(shape.ranks):
         for found in (storages[rank], wanted[rank]):
-            for layer in range(shape.layers):
-                Slots(shape, found).kv("EP", layer).reshape(-1)[-size:] = 0
-        assert torch.equal(storages[rank], wanted[rank]), f"{shape}: rank {rank}"
+            for start, end in spans:
+                found.view(torch.uint8)[start:end] = 0
+        assert torch.equal(storages[rank], wanted[rank]), f"{shape}, {staged} layers staged: rank {rank}"
+    return staged
+
+
+def check_variants() -> None:
+    """The ways that benchmarks/kv_variants.py measures pass its own check, which finds a byte in the wrong place."""
+    shape = kv_variants.Shape(layers=2, heads=4, page_tokens=4, page_width=8, pages=4, live=3)
+    sizes = SlotSizes(1, 4096, shape.layers, shape.pages * shape.heads * shape.words * 4)
+    everything = list(kv_variants.VARIANTS.values())
+    for ranks, variants in ((2, everything), (4, everything[-3:-2])):
+        buffers = [UnifiedBuffer(sizes, torch.device("cpu")) for _ in range(ranks)]
+        bases = tuple(buffer.storage.data_ptr() for buffer in buffers)
+        owns = [kv_variants.Ranks(shape, buffer, bases, rank) for rank, buffer in enumerate(buffers)]
+        for variant, to_tp in itertools.product(variants, (True, False)):
+            for own in owns:
+                own.fill(to_tp)
+            for layer, own in itertools.product(owns[0].layers(to_tp), owns):
+                mover = PageMover(bases, own.rank, own.device, variant.way)
+                kv_variants.launch(
+                    own, mover, [part.on(own.device) for part in own.listing(variant, to_tp)], layer, to_tp
+                )
+            for own in owns:
+                own.check(variant, to_tp)
+            owns[0].slot(1)[3] += 1
+            try:
+                owns[0].check(variant, to_tp)
+            except AssertionError:
+                continue
+            raise RuntimeError("the check did not find a changed word")
+    assert owns[0].sent(True) == shape.live * 3 * shape.words * 4 * shape.layers
 
 
 def check_signal(ranks: int) -> None:
@@ -145,7 +188,9 @@ def main() -> None:
         for to_tp in (True, False):
             check_move(shape, to_tp, seed=ranks)
     for ranks in (2, 3, 4, 8):
-        check_staged(Shape(ranks, layers=3, kv_heads=ranks, ep_pages=24), seed=ranks)
+        shape = Shape(ranks, layers=3, kv_heads=ranks, ep_pages=24)
+        assert 0 < check_staged(shape, ranks, pages=5) < 3
+    assert check_staged(shape, ranks, pages=24) == 3
     for to_tp in (True, False):
         for seed, heads in enumerate((1, 2, 8)):  # replicas, and several heads a rank
             check_move(Shape(4, layers=1, kv_heads=heads, ep_pages=8), to_tp, seed)
@@ -156,6 +201,14 @@ def main() -> None:
         # Rows and pages longer than a tile of 16 KiB.
         wide = Shape(2, 1, 1, hidden=4096, columns_per_rank=4, kv_heads=2, ep_pages=2, page=(48, 256))
         check_move(wide, to_tp, 14)
+        for number, way in enumerate(WAYS):
+            check_move(Shape(2, layers=2), to_tp, 20 + number, way=way)
+            check_move(Shape(4, layers=1, kv_heads=2, ep_pages=8), to_tp, 30 + number, way=way)
+            check_move(Shape(2, layers=1, kv_heads=8, page=(3, 6)), to_tp, 40 + number, number == 1, way)
+        check_move(wide, to_tp, 50, way=WAYS[2])
+    assert run_of(((1, 2, 0), (1, 3, 1), (0, 0, 0), (0, 1, 1))) == 2
+    assert run_of(((1, 2, 0), (0, 3, 1))) == run_of(((0, 0, 1), (0, 2, 2))) == 1
+    check_variants()
     for ranks in (2, 5):
         check_signal(ranks)
     print("all hold")

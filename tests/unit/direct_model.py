@@ -26,6 +26,7 @@ from moebius.kernels.plan import (
     plan_kv_ep_to_tp,
     plan_kv_tp_to_ep,
 )
+from moebius.kernels.rooms import Parts, Room, Span, pack_rooms
 
 POISON = 0x5A
 Tensors = list[torch.Tensor]
@@ -181,6 +182,37 @@ def reference(
             copies = (plan_kv_ep_to_tp if to_tp else plan_kv_tp_to_ep)(table, shape.kv_heads)
             apply_kv(copies, [s.kv(source, layer) for s in before], [s.kv(target, layer) for s in after])
     return [slots.storage for slots in after]
+
+
+def parts_of(shape: Shape) -> Parts:
+    """Rows and bytes per row of one rank's blocks in TP, w13 and w2."""
+    local, columns = shape.experts_per_rank, shape.columns_per_rank
+    return (2 * local, columns * shape.hidden * 2), (local * shape.hidden, columns * 2)
+
+
+def room_spans(shape: Shape, pages: int) -> list[Span]:
+    """The last pages of each EP pool, as KV that is free late in a step."""
+    page, kv_slots = shape.kv_heads * shape.page[0] * shape.page[1] * 2, (shape.layers + 1) * shape.expert_slot * 2
+    ends = [kv_slots + (layer + 1) * shape.kv_slot * 2 + shape.ep_pages * page for layer in range(shape.layers)]
+    return [(end - pages * page, end) for end in ends]
+
+
+def rooms_of(shape: Shape, storage: torch.Tensor, spans: list[Span], most: int | None = None) -> list[Room]:
+    """One rank's rooms for as many layers as fit."""
+    parts = parts_of(shape)
+    packed = pack_rooms(spans, parts, shape.ranks, shape.layers, shape.layers if most is None else most)
+    whole = len(packed) if len(packed) < shape.layers else None
+    memory = storage.view(torch.uint8)
+    return [Room(memory, parts, layer + 1 == whole, pieces) for layer, pieces in enumerate(packed)]
+
+
+def commit(mover: DirectMover, slots: Slots, rooms: list[Room], layer: int) -> None:
+    """One layer of a COMMIT, staged or not."""
+    experts = (*slots.experts("EP", layer), *slots.experts("TP", layer))
+    if layer < len(rooms):
+        mover.commit_experts(*experts, rooms[layer])
+    else:
+        mover.experts_ep_to_tp(*experts)
 
 
 def layers_of(shape: Shape, to_tp: bool) -> Iterator[int]:

@@ -6,6 +6,7 @@ and compares its share with what the mover brought.
 
 from __future__ import annotations
 
+import random
 import sys
 from datetime import timedelta
 
@@ -24,6 +25,7 @@ from moebius.kernels.plan import (
     plan_kv_ep_to_tp,
     plan_kv_tp_to_ep,
 )
+from moebius.kernels.rooms import Room, commit_order, pack_rooms
 from moebius.rollout.bench.overlap import OverlappedMover
 
 PAGE = (4, 6)  # tokens per page, 2 * head dim
@@ -95,14 +97,12 @@ def check_experts(mover: CollectiveMover, rank: int, ranks: int, dtype: torch.dt
 
 
 def check_staging(mover: CollectiveMover, rank: int, ranks: int) -> None:
-    """Staged and committed, upwards over shifted slots, experts stand as after a move at once."""
-    layers, experts, hidden, inter = 3, 2 * ranks, 5, 3 * ranks
+    """Staged and committed, upwards over shifted slots, experts stand as after a move at once: any share of layers."""
+    layers, experts, hidden, inter = 4, 2 * ranks, 5, 3 * ranks
     local, part = experts // ranks, inter // ranks
     size13, size2 = local * 2 * inter * hidden, local * hidden * inter
-    generator = torch.Generator().manual_seed(11 + rank)
-    slots = torch.randn(layers + 1, size13 + size2, generator=generator)
-    moved = slots.clone()
-    rooms = poison((layers, (size13 + size2) // ranks * (ranks - 1)), torch.float32)
+    parts = ((2 * local, part * hidden * 4), (local * hidden, part * 4))
+    leaving = (size13 + size2) * 4 // ranks * (ranks - 1)
 
     def views(memory: torch.Tensor, slot: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
         w13, w2 = memory[slot].split([size13, size2])
@@ -113,20 +113,40 @@ def check_staging(mover: CollectiveMover, rank: int, ranks: int) -> None:
     def of(memory: torch.Tensor, layer: int) -> tuple[torch.Tensor, ...]:
         return *views(memory, layer + 1, "EP"), *views(memory, layer, "TP")
 
-    before = slots.clone()
-    mover.begin_staging()
-    sent = [mover.stage_experts(*of(slots, layer), rooms[layer].view(torch.uint8)) for layer in range(layers)]
-    mover.end_staging()
-    assert torch.equal(slots, before), "staging changed the experts"
-    assert sent == [mover.experts_ep_to_tp(*of(moved, layer)) for layer in range(layers)]
-    mover.begin_commit()
-    for layer in range(layers):
-        mover.commit_experts(*of(slots, layer), rooms[layer].view(torch.uint8))
-    mover.end_commit()
-    assert torch.equal(slots, moved)
-    if ranks > 1:
-        with pytest.raises(ValueError, match="room for staging"):
-            mover.stage_experts(*of(slots, 0), rooms[0, 1:].view(torch.uint8))
+    rng, counts = random.Random(ranks), set()
+    for turn in range(6):
+        # Runs of free memory, not a multiple of anything, the same on all ranks.
+        size = [0, layers * leaving, layers * leaving // 2][turn] if turn < 3 else rng.randrange(layers * leaving + 1)
+        memory, spans, at = poison((2 * size + 1024,), torch.float32).view(torch.uint8), [], 0
+        while sum(end - start for start, end in spans) < size:
+            at += 4 * rng.randrange(1, 9)
+            length = min(size - sum(end - start for start, end in spans), 4 * rng.randrange(60, 400))
+            spans.append((at, at + length))
+            at += length
+        packed = pack_rooms(spans, parts, ranks, layers, layers)
+        staged = len(packed)
+        rooms = [Room(memory, parts, i + 1 == staged < layers, pieces) for i, pieces in enumerate(packed)]
+        slots = torch.randn(layers + 1, size13 + size2, generator=torch.Generator().manual_seed(11 + rank + turn))
+        moved, before = slots.clone(), slots.clone()
+        mover.begin_staging()
+        sent = [mover.stage_experts(*of(slots, layer), rooms[layer]) for layer in range(staged)]
+        mover.end_staging()
+        assert torch.equal(slots, before), "staging changed the experts"
+        whole = [mover.experts_ep_to_tp(*of(moved, layer)) for layer in range(layers)]
+        mover.begin_commit(moves_follow=staged < layers)
+        for layer in commit_order(staged, layers):
+            if layer < staged:
+                mover.commit_experts(*of(slots, layer), rooms[layer])
+            else:
+                sent.append(mover.experts_ep_to_tp(*of(slots, layer)))
+        mover.end_commit()
+        assert torch.equal(slots, moved) and sum(sent) == sum(whole) == layers * leaving
+        counts.add(staged)
+        if ranks > 1 and staged:
+            short = Room(memory, parts, False, rooms[0].pieces[:-1])
+            with pytest.raises(ValueError, match="room for staging"):
+                mover.stage_experts(*of(slots, 0), short)
+    assert ranks == 1 or len(counts) >= 3, counts
 
 
 def make_requests(counts: list[int], shared: bool = True) -> list[KvRequest]:

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,6 +120,7 @@ class World:
         )
         self.results: list[Any] = []
         self.tokens = self.steps = self.freed = self.preempted = 0
+        self.layouts: dict[str, list[str]] = {}  # of each token, noted when it came
         self.begin([])
 
     def begin(self, parked: list[Any]) -> None:
@@ -183,8 +185,11 @@ class World:
         """The oldest batch comes back, if `any_came`; tokens of own requests."""
         outputs = EngineCoreOutputs()
         if any_came:
-            flight = self.flights.pop()
+            flight, live_before = self.flights.pop(), list(self.scheduler.requests.values())
             outputs = self.scheduler.update_from_output(flight.scheduled, flight.output).get(0) or outputs
+            for request in live_before:
+                noted = self.layouts.setdefault(request.request_id, [])
+                noted += [self.front.layout] * (request.num_output_tokens - len(noted))
         if not outputs.outputs and not self.front.audience.tokens:
             self.freed += release_stuck(self.runtime)
         tokens, aborts = self.front.deliver(outputs)
@@ -195,6 +200,11 @@ class World:
     def drain(self) -> None:
         while self.flights:
             self.take()
+
+    def layouts_of(self, result: Any) -> list[tuple[str, int]]:
+        """What a result should say, by what was noted token by token."""
+        noted = self.layouts.get(f"r{result.key.prompt}", [])[: len(result.token_ids)]
+        return [(layout, len(list(run))) for layout, run in groupby(noted)]
 
     def abort(self, names: list[str]) -> None:
         self.front.abort(SimpleNamespace(among=lambda keys: [n for n in names if n in keys]))  # type: ignore[arg-type]
@@ -214,12 +224,15 @@ class World:
     def hand_over(self) -> None:
         """All goes on to another rank's front, as in a switch to EP."""
         self.drain()
+        self.front.leave_layout(self.scheduler.requests)
         records = self.front.release(list(self.scheduler.requests))
         self.results += self.front.take_results()
         audience = self.front.audience
         assert not (audience.own or audience.behind or audience.quiet or audience.logprobs or audience.tokens)
         self.engine = SimpleNamespace(output_processor=OutputProcessor(None, log_stats=False), tokenizer=None)
+        layout = {"EP": "TP", "TP": "EP"}[self.front.layout]
         self.front = RequestFront(self.engine, 1, self.steps - 1)
+        self.front.layout = layout
         if self.steady is not None:
             self.steady.audience = self.front.audience
         self.front.adopt(records, self.scheduler.requests)
@@ -389,5 +402,6 @@ def plain_data(result: Any) -> tuple[Any, ...]:
         "policy_version",
         "top_logprobs",
         "versions",
+        "layouts",
     )
     return tuple(getattr(result, name) for name in kept)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.policy_sim_gpu import keep_gpu_steps, with_gpu_steps
+from moebius.engine.config import PolicyConfig
 from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
 from moebius.engine.layout import Layout
 from moebius.engine.policy import SwitchPolicy
+from moebius.rollout.bench import policies
+from moebius.rollout.bench.fleet import FleetError
 from moebius.rollout.bench.policies import Played, agrees, compared, numbers_of, policies_of, simulate
 from moebius.rollout.bench.results import Results, make_results, read_results
 from moebius.rollout.errors import BadInput, MoebiusError
@@ -81,3 +86,65 @@ def test_steps_on_gpus_take_the_name_over_and_the_cpus_figure_stays() -> None:
     assert keep_gpu_steps(before, merged).results["sim_error_pct"] == pytest.approx(3)
     with pytest.raises(BadInput, match="did not run on GPUs"):
         with_gpu_steps(before, _measured("cpu"))
+
+
+class OneRank:
+    """A fleet whose only rank is this process: its engine has a policy, and steps end at once."""
+
+    problem: str | None = None
+
+    def __init__(self, policy: SwitchPolicy) -> None:
+        self.engine = SimpleNamespace(policy=policy)
+        self.subject: Any = SimpleNamespace(engine=self.engine, step=self.step)
+        self.used: list[Any] = []  # costs that calibration and steps ran with
+        self.fails = False
+
+    def call(self, function: Any, *arguments: Any) -> list[Any]:
+        return [function(self.subject, *arguments)]
+
+    def step(self, load: Any) -> None:
+        self.used.append(self.engine.policy.costs)
+        if self.fails and len(self.used) > 2:
+            self.fails = False
+            raise MoebiusError("broken")
+
+
+def test_a_failed_run_leaves_the_engine_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines may stay up: the next run begins with what the first did, and measures anew."""
+    own = SwitchPolicy(PolicyConfig(kind="rollout", threshold=3), None)
+    config, lengths = own.config, own.lengths
+    fleet: Any = OneRank(own)
+    measured = [COSTS, COSTS.model_copy(update={"source": "again"})]
+    calibrated_with: list[Any] = []
+
+    def calibrate(engine: Any, grid: Any, key: Any) -> tuple[CostModel, list[str]]:
+        calibrated_with.append((engine.policy.config, engine.policy.costs, engine.policy.lengths))
+        return measured[len(calibrated_with) - 1], []
+
+    engines: Any = SimpleNamespace(
+        specs=[SimpleNamespace(name="moebius")], fleet=lambda name: fleet, say=lambda words: None, notes=list,
+        capacity=lambda name: SimpleNamespace(
+            max_model_len=4096, page_tokens=16, pages={"EP": 9999, "TP": 9999}, max_num_seqs=64, vocab=100
+        ),
+        setup=SimpleNamespace(ranks=1, device="cpu"),
+    )  # fmt: skip
+    monkeypatch.setattr("moebius.engine.calibrate.calibrate", calibrate)
+    monkeypatch.setattr(policies, "build_report", lambda *of, **more: None)
+    monkeypatch.setattr(policies, "compared", lambda report, costs, name, *expected: Played(name, 0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(policies, "_summarise", lambda engines, options, costs, *more: costs)
+    options = policies.PoliciesOptions(requests=4, prompt=8, cap=16, steps=1)
+    fleet.fails = True
+    with pytest.raises(MoebiusError, match="broken"):
+        policies.run_policies(engines, options)
+    assert (own.config, own.costs, own.lengths) == (config, None, lengths)
+    assert set(map(id, fleet.used)) == {id(COSTS)}
+    fleet.used.clear()
+    assert policies.run_policies(engines, options) is measured[1]  # type: ignore[comparison-overlap]
+    assert calibrated_with == [(config, None, lengths)] * 2 and set(map(id, fleet.used)) == {id(measured[1])}
+    assert (own.config, own.costs, own.lengths) == (config, None, lengths)
+
+
+def test_a_fleet_that_failed_is_not_asked_to_tidy_up() -> None:
+    fleet: Any = SimpleNamespace(problem="rank 0 has ended")  # it has no `call`
+    with pytest.raises(FleetError, match="rank 0"), policies._lent(fleet):
+        raise FleetError(fleet.problem)

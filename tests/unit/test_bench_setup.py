@@ -184,6 +184,23 @@ def test_one_failed_rank_ends_the_fleet(
     assert all(gone(pid) for pid in pids)
 
 
+def test_ctrl_c_in_a_call_ends_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer, which is still to come, would be taken for the next call's."""
+    fleet = Fleet("echo", [{}], Echo, "a", logs=tmp_path)
+    [(_, _, pid)] = fleet.call(speak, "")
+
+    def interrupt(*pipes: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moebius.rollout.bench.fleet.connection.wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.call(speak, "late")
+    assert gone(pid)
+    with pytest.raises(FleetError, match="in the middle of a call"):
+        fleet.call(speak, "c")
+
+
 def test_a_silent_rank_is_named(tmp_path: Path) -> None:
     fleet = Fleet("echo", [{}], Echo, "a", logs=tmp_path, call_s=0.5)
     with pytest.raises(FleetError, match=r"no answer of ranks \[0\] to dawdle"):

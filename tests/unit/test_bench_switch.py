@@ -32,6 +32,7 @@ def record(to: str, pause: float, use: float, fill: int = 135_000, **more: Any) 
     return {
         "to": to, "pause_ms": pause, "phases_ms": phases, "device_ms": {"experts": 38.0}, "kv_use_before": use,
         "kv_tokens": fill + 100, "fill": fill, "expert_bytes": SENT, "iteration": 7, "prepared": False,
+        "staged_layers": 0,
     } | more  # fmt: skip
 
 
@@ -86,12 +87,17 @@ def test_live_numbers_and_bins_by_hand() -> None:
 
 
 def test_prepared_switches_are_counted_apart_and_wrong_bytes_are_told() -> None:
-    prepared = record("TP", 30.0, 0.1, expert_bytes=5, prepared=True)
+    prepared = record("TP", 30.0, 0.1, expert_bytes=5, prepared=True, staged_layers=48)
+    half = record("TP", 50.0, 0.1, prepared=True, staged_layers=24, device_ms={"experts": 19.0})
+    elsewhere = record("TP", 99.0, 0.1, fill=35_000, prepared=True, staged_layers=24)
+    switches = [record("TP", 90.0, 0.1), prepared, half, elsewhere]
     notes: list[str] = []
-    numbers, curves = switch_numbers.live_numbers([record("TP", 90.0, 0.1), prepared], 256, SHAPES, notes)
+    numbers, curves = switch_numbers.live_numbers(switches, 256, SHAPES, notes)
     assert numbers["switch_live256_ms"] == 90.0
     assert numbers["commit_pause_live256_ms"] == numbers["switch_to_tp_prepared_10_20_pct_ms"] == 30.0
-    assert curves[0].x == ["to TP, 10-20 %", "to TP prepared, 10-20 %"]
+    assert (numbers["commit_pause_24_layers_ms"], numbers["commit_experts_24_layers_ms"]) == (50.0, 19.0)
+    assert numbers["commit_pause_48_layers_ms"] == 30.0
+    assert curves[0].x == ["to TP, 10-20 %", "to TP 24 layers ahead, 10-20 %", "to TP prepared, 10-20 %"]
     assert notes == [f"switches sent [5] bytes of experts, by the formula it is {SENT}"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moebius.engine.calibrate import Grid, Measured, Room, measured, slowest_of, typical
+from moebius.engine.calibrate import Grid, Measured, Room, expert_ms, measured, slowest_of, typical
 from moebius.engine.cost_cache import cache_path, keep
 from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
 from moebius.engine.layout import Layout
@@ -47,6 +47,24 @@ def test_medians_of_whole_batches_only() -> None:
     # Whole batches begin with the third iteration; EP's last three are its 9th to 11th, TP's the 16th to 18th ...
     assert found.ep_context == pytest.approx(100 + 10) and found.tp_context == pytest.approx(100 + 21)
     assert [(p.to, p.live, p.kv_tokens, p.ms) for p in found.switches] == [(TP, 4, 100, 30.0), (EP, 4, 100, 40.0)]
+
+
+def test_what_experts_take_over_the_link_and_staged() -> None:
+    plain, prepared = switch_record("EP", 24, 40.0), switch_record("TP", 13, 30.0)
+    plain.device_ms, prepared.device_ms = {"experts": 38.0}, {"experts": 15.0, "kv": 1.0}
+    prepared.staged_layers, prepared.expert_layers = 36, 48
+    stats = step_of(("EP", 20, 4, 8.0), ("TP", 20, 4, 6.0))
+    stats.switches = [prepared, plain]
+    found = measured(stats, batch=4, context=100, iterations=3)
+    assert [point.staged for point in found.switches] == [0.75, 0.0]
+    assert found.moves == ((0.75, 15.0), (0.0, 38.0))
+    slower = Measured(1.0, 1.0, 0.0, 0.0, (), ((0.75, 18.0), (0.0, 36.0)))
+    assert slowest_of([slower, Measured(1.0, 1.0, 0.0, 0.0, (), found.moves)]).moves == ((0.75, 18.0), (0.0, 38.0))
+    costs = expert_ms(found.moves)
+    assert costs is not None and (costs.link, costs.local) == (38.0, 20.0), "longer than a quarter of the link"
+    costs = expert_ms([(0.0, 38.0), (0.5, 19.5)])
+    assert costs is not None and costs.local == 0.0, "the link took that long, so what the copies took is not known"
+    assert expert_ms([(1.0, 15.0)]) is None
 
 
 def test_slow_iterations_count_as_far_as_they_are_usual() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moebius.engine.costs import CostModel, CostPoint, SwitchPoint, largest_of, nonnegative_fit
+from moebius.engine.costs import CostModel, CostPoint, ExpertMs, SwitchPoint, largest_of, nonnegative_fit
 from moebius.engine.layout import Layout
 
 EP, TP = Layout.EP, Layout.TP
@@ -76,6 +76,21 @@ def test_switch_is_fixed_plus_tokens_plus_requests() -> None:
     costs = model(crossing().points, switches=points)
     assert costs.switch_ms(TP, 200, 100_000) == pytest.approx(50 + 100 + 20)
     assert costs.switch_ms(EP, 200, 100_000) == pytest.approx(170), "the other direction stands in"
+
+
+def test_a_share_staged_leaves_the_longer_of_link_and_copies() -> None:
+    """Of 40 ms on the link and 20 ms of copies: half staged, 20 remain; two thirds, 13.3 of both; all, 20."""
+    points = [point(layout, batch, 1) for layout in (EP, TP) for batch in (1, 2)]
+    switches = [SwitchPoint(to=to, live=0, kv_tokens=0, ms=50) for to in (EP, TP)]
+    costs = model(points, switches=switches, experts=ExpertMs(link=40, local=20))
+    assert costs.switch_ms(TP, 0, 0, [0, 0.25, 0.5, 2 / 3, 0.9, 1]) == pytest.approx([50, 40, 30, 70 / 3, 28, 30])
+    assert costs.switch_ms(EP, 0, 0, 1.0) == 50, "only the way to TP is prepared"
+    assert costs.model_copy(update={"experts": None}).switch_ms(TP, 0, 0, 1.0) == 50, "nothing is known"
+    # A measured switch counts as what it would have taken unprepared.
+    measured = [SwitchPoint(to=TP, live=0, kv_tokens=0, ms=30, staged=1.0), switches[0]]
+    again = costs.model_copy(update={"switches": measured})
+    assert (again.switch_ms(TP, 0, 0), again.switch_ms(TP, 0, 0, 0.5)) == (50, 30)
+    assert CostModel.model_validate_json(again.model_dump_json()) == again
 
 
 def test_one_switch_is_a_constant_and_none_an_error() -> None:

@@ -68,6 +68,15 @@ def test_seed_decides_the_weights(model: Path, tmp_path: Path) -> None:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
+def test_spread_of_the_matrices_inside_the_layers(model: Path, tmp_path: Path) -> None:
+    narrow = load_weights(make_tiny_model(tmp_path / "narrow", num_layers=2, layer_std=0.02))
+    for name, weight in load_weights(model).items():
+        inside = ".layers." in name and weight.dim() > 1 and not name.endswith("mlp.gate.weight")
+        assert torch.equal(narrow[name], weight) is not inside, name
+        if inside:
+            torch.testing.assert_close(narrow[name], weight / 4)
+
+
 def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="heads=6, kv_heads=4"):
         make_tiny_model(tmp_path, heads=6, kv_heads=4)

@@ -51,6 +51,15 @@ def test_commands_of_ci_are_in_its_script() -> None:
     assert set(REGISTER["ci"]["commands"]) <= {line.strip() for line in script}
 
 
+def test_make_test_runs_all_folders_of_tests() -> None:
+    """In two parts, side by side."""
+    makefile = (ROOT / "Makefile").read_text()
+    named = [folder for line in re.findall(r"\(BIN\)/pytest (.+)", makefile) for folder in line.split()]
+    assert sorted(named) == sorted({f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")})
+    [recipe] = re.findall(r"^test:.*?^\n", makefile, re.M | re.S)
+    assert {"lint", "types", "unit", "engines"} <= set(re.findall(r"\w+", recipe))
+
+
 @pytest.mark.parametrize("where", sorted(set(REGISTER["test"].values())))
 def test_named_tests_exist(where: str) -> None:
     file, name = where.split("::")

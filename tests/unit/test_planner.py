@@ -24,7 +24,7 @@ from moebius.rollout.plan_model import (
     load_model,
     work,
 )
-from moebius.rollout.planner import make_plan, memory_of
+from moebius.rollout.planner import make_plan, memory_of, staged_layers
 from moebius.rollout.simulate import Trace
 
 EP, TP = Layout.EP, Layout.TP
@@ -64,6 +64,25 @@ def test_memory_adds_up() -> None:
     # Two ranks share each KV head in TP, so it holds half of what EP does.
     assert memory.kv_tokens[TP] == pytest.approx(memory.kv_tokens[EP] / 2, rel=1e-4)
     assert memory.static_kv_tokens[EP] > memory.kv_tokens[EP]
+
+
+def test_layers_that_free_pages_hold() -> None:
+    """Qwen3-235B-A22B on eight ranks: a layer's peers send 528 MB, and what a rank keeps is a seventh of that."""
+    model = load_model("qwen3-235b-a22b", 8)
+    sent = expert_bytes_sent(model, 8) / 94
+    assert [staged_layers(model, 8, n * sent) for n in (94, 93.9, 40.2, 40.1, 24.2, 23)] == [94, 93, 40, 39, 24, 0]
+    assert staged_layers(model, 1, 1e15) == 0
+
+
+def test_a_prepared_switch_pauses_less(tmp_path: Path) -> None:
+    plan = make_plan(load_model("qwen3-235b-a22b", 8), load_gpu("h200"), 8, [Trace((200,) * 64)], H200)
+    numbers = plan.numbers()
+    assert 24 <= numbers["staged_layers"] < 94
+    assert numbers["staged_gb"] == pytest.approx(numbers["reshard_gb"] * numbers["staged_layers"] / 94)
+    saved = numbers["switch_at_crossover_ms"] - numbers["switch_at_crossover_prepared_ms"]
+    # So much less goes over the link, which takes longer than the copies beside it.
+    assert saved == pytest.approx(numbers["staged_gb"] / 450 / 0.83 * 1e3)
+    assert any(f"of {plan.staged_layers} of 94 layers" in note for note in plan.notes)
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

@@ -60,6 +60,9 @@ def outcomes(step=0, prompts=64, n=8, ranks=2, threshold=48, cancelled=False):
                     "TP", *switch_at, moved, by_rank, 9000, ms, pause - rank, 10**9, 10**8 + rank, 0.1, 0.4 + rank / 10
                 )
             ]
+            (switch,) = stats.switches
+            switch.prepared, switch.staged_layers, switch.expert_layers = True, 12, 48
+            switch.staged_bytes = 250 * 10**6
             stats.switch_s = pause / 1e3
         if cancelled:
             stats.cancelled = [CancelledSwitch(40, 0.9, 400, 'needs 900 pages, 512 <free> & "few"')]
@@ -110,6 +113,7 @@ def test_switch_is_merged_over_ranks():
     assert switch.phases_ms.import_ == 14.0
     assert switch.pause_ms == 96.0
     assert switch.expert_bytes == 2 * 10**9
+    assert (switch.staged_bytes, switch.staged_layers, switch.expert_layers) == (5 * 10**8, 12, 48)
     assert switch.kv_bytes == 2 * 10**8 + 1
     assert sum(switch.live_by_rank) == switch.live <= 48
     assert switch.kv_use_after == 0.5
@@ -348,6 +352,7 @@ def test_html_is_whole_and_self_contained(tmp_path):
     assert text.count("</tr>") == 10 + 9
     assert "tiny &lt;moe&gt;" in text
     assert "512 &lt;free&gt; &amp;" in text
+    assert "experts 2.0 GB (500.0 MB ahead, 12 of 48 layers)" in text
     assert "<moe>" not in text
     assert not re.search(r"\bnan\b|\binf\b", text)
 

@@ -12,19 +12,27 @@ from moebius.engine.reserve import Reserve, TieredQueue
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 12), st.lists(st.tuples(st.sampled_from("pPnaAfr"), st.integers(0, 5)), max_size=40))
-def test_the_queue_against_lists(split: int, steps: list[tuple[str, int]]) -> None:
-    """Two plain lists, one after the other, are what the queue must look like."""
+@given(
+    st.lists(st.integers(1, 11), max_size=3, unique=True),
+    st.lists(st.tuples(st.sampled_from("pPnaAfr"), st.integers(0, 5)), max_size=40),
+)
+def test_the_queue_against_lists(splits: list[int], steps: list[tuple[str, int]]) -> None:
+    """Plain lists, one after the other, are what the queue must look like."""
     blocks = [KVCacheBlock(i) for i in range(12)]
-    queue = TieredQueue(blocks, split)
-    model = ([b.block_id for b in blocks if b.block_id < split], [b.block_id for b in blocks if b.block_id >= split])
+    starts = [0, *sorted(splits)]
+    queue = TieredQueue(blocks, starts)
+    bounds = list(zip(starts, [*starts[1:], 12], strict=True))
+    model = [list(range(*bound)) for bound in bounds]
     taken: list[KVCacheBlock] = []
 
     def free() -> list[int]:
-        return [*model[0], *model[1]]
+        return [block_id for tier in model for block_id in tier]
 
     def pop() -> int:
-        return (model[0] or model[1]).pop(0)
+        return next(tier for tier in model if tier).pop(0)
+
+    def of(block: KVCacheBlock) -> list[int]:
+        return model[next(t for t, (first, end) in enumerate(bounds) if first <= block.block_id < end)]
 
     for what, n in steps:
         match what:
@@ -38,17 +46,17 @@ def test_the_queue_against_lists(split: int, steps: list[tuple[str, int]]) -> No
             case "a" if taken:
                 block = taken.pop()
                 queue.append(block)
-                model[block.block_id >= split].append(block.block_id)
+                of(block).append(block.block_id)
             case "A" | "f":
                 back, taken = taken[:n], taken[n:]
                 (queue.append_n if what == "A" else queue.prepend_n)(list(back))
-                for tier in (0, 1):
-                    ids = [b.block_id for b in back if (b.block_id >= split) == bool(tier)]
-                    model[tier][:] = [*model[tier], *ids] if what == "A" else [*ids, *model[tier]]
+                for tier in model:
+                    ids = [b.block_id for b in back if of(b) is tier]
+                    tier[:] = [*tier, *ids] if what == "A" else [*ids, *tier]
             case "r" if free():
                 block = blocks[free()[n % len(free())]]
                 queue.remove(block)
-                model[block.block_id >= split].remove(block.block_id)
+                of(block).remove(block.block_id)
                 taken.append(block)
         assert [b.block_id for b in queue.get_all_free_blocks()] == free()
         assert queue.num_free_blocks == len(free())
@@ -63,21 +71,32 @@ def test_it_has_all_of_vllms_methods() -> None:
     assert wanted <= set(dir(TieredQueue))
 
 
-def test_reserved_pages_are_taken_last_and_withdrawn_whole() -> None:
+def test_reserved_pages_are_taken_last_and_withdrawn_from_the_top() -> None:
     pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=16)
     reserve = Reserve(pool, 6)
-    assert reserve.first == 11 and reserve.is_free
+    assert reserve.free_run() == 6
     used = pool.get_new_blocks(10)
     assert all(0 < block.block_id < 11 for block in used)
-    reserve.withdraw()
-    assert reserve.withdrawn == 6 and pool.get_num_free_blocks() == 0
+    reserve.withdraw(6)
+    assert reserve.withdrawn == 6 and reserve.free_run() == pool.get_num_free_blocks() == 0
     with pytest.raises(ValueError, match="Cannot get 1 free blocks"):
         pool.get_new_blocks(1)
     pool.free_blocks(used)
     assert pool.get_num_free_blocks() == 10
     reserve.give_back()
-    assert reserve.is_free and pool.get_num_free_blocks() == 16
-    used = pool.get_new_blocks(11)
-    assert not reserve.is_free and max(block.block_id for block in used) >= 11
+    assert reserve.free_run() == 6 and pool.get_num_free_blocks() == 16
+
+
+def test_what_is_free_at_the_top_can_be_withdrawn() -> None:
+    """The reserve's own parts are used from below, in whatever order pages had come back."""
+    pool = BlockPool(num_gpu_blocks=17, enable_caching=True, hash_block_size=16)
+    reserve = Reserve(pool, 8)
+    everything = pool.get_new_blocks(16)
+    pool.free_blocks(list(reversed(everything)))
+    used = pool.get_new_blocks(11)  # three of the reserve: two of its first part, one of its second
+    assert max(block.block_id for block in used) == 12 and reserve.free_run() == 4
+    reserve.withdraw(3)
+    assert {block.block_id for block in pool.free_block_queue.get_all_free_blocks()} == {11, 13}
+    reserve.give_back()
     pool.free_blocks(used)
-    assert reserve.is_free
+    assert reserve.free_run() == 8 and pool.get_num_free_blocks() == 16

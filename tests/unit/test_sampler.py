@@ -6,12 +6,13 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from moebius.engine.sampler import SEED_FIELD, CounterSampler
+from moebius.engine.sampler import SEED_FIELD, CounterSampler, to_device
 from moebius.kernels.noise import gumbel_noise
 from moebius.rollout.bench.sampler import measure
 
@@ -161,3 +162,41 @@ def test_benchmark_measures_all_four() -> None:
     for rows, vocab, repeats in (([0], 8, 1), ([1], 0, 1), ([1], 8, 0)):
         with pytest.raises(ValueError, match="1 or more"):
             measure(rows, vocab, repeats)
+
+
+NUMBERS: list[Any] = [
+    [1 << 62, 3],
+    [],
+    np.arange(12, dtype=np.int32).reshape(3, 4).T,
+    np.broadcast_to(np.arange(3), (2, 3)),  # may not be written
+    np.flatnonzero(np.zeros(4)),
+]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_numbers_go_to_the_device(numbers: Any) -> None:
+    found = to_device(numbers, torch.device("cpu"))
+    assert found.numpy().tolist() == np.asarray(numbers).tolist() and found.is_contiguous()
+    assert found.dtype == (torch.int32 if getattr(numbers, "dtype", None) == np.int32 else torch.int64)
+    if isinstance(numbers, np.ndarray) and numbers.size:
+        assert not np.shares_memory(found.numpy(), numbers), "the caller may write on"
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+def test_for_a_gpu_they_are_copied_from_pinned_memory(numbers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is pinned when it is taken, and filled after that."""
+    pinned: list[bool] = []
+    sent: list[tuple[list[int], str, bool]] = []
+    empty = torch.empty
+
+    class OnHost(torch.Tensor):
+        def to(self, device: torch.device, non_blocking: bool = False) -> Any:  # type: ignore[override]
+            sent.append((self.tolist(), device.type, non_blocking))
+
+    def take(shape: Any, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(shape, dtype=dtype).as_subclass(OnHost)
+
+    monkeypatch.setattr(torch, "empty", take)
+    to_device(numbers, torch.device("cuda"))
+    assert pinned == [True] and sent == [(np.asarray(numbers).tolist(), "cuda", True)]

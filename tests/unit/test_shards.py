@@ -35,7 +35,19 @@ ROLLOUTS = [
         0,
         [5, 6],
         [
-            Sample(0, [8, 9], [-0.5, -0.25], [{8: -0.5, 3: -1.0}, {9: -0.25}], "ab", "stop", 2, 7, 1, [(6, 1), (7, 1)]),
+            Sample(
+                0,
+                [8, 9],
+                [-0.5, -0.25],
+                [{8: -0.5, 3: -1.0}, {9: -0.25}],
+                "ab",
+                "stop",
+                2,
+                7,
+                1,
+                [(6, 1), (7, 1)],
+                layouts=[("EP", 1), ("TP", 1)],
+            ),
             Sample(1, [], [], [], "", "abort", None, 7, 0),
         ],
     ),
@@ -64,8 +76,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "top_logprobs": [[(8, -0.5), (3, -1.0)], [(9, -0.25)]], "text": "ab", "finish_reason": "stop",
         "stop_reason": "2", "policy_version": 7, "rank": 1, "reward": 1.0,
         "versions": [{"policy_version": 6, "tokens": 1}, {"policy_version": 7, "tokens": 1}],
+        "layouts": [{"layout": "EP", "tokens": 1}, {"layout": "TP", "tokens": 1}],
     }  # fmt: skip
-    assert [row["versions"] for row in found[1:]] == [[]] * 3
+    assert [row["versions"] for row in found[1:]] == [row["layouts"] for row in found[1:]] == [[]] * 3
     assert [row["reward"] for row in found] == [1.0, None, 0.5, 0.0]
     assert found[2]["question"] == '[{"role": "user", "content": "é?"}]'
     assert found[2]["logprobs"] is None and found[2]["text"] is None and found[2]["stop_reason"] == "x"
@@ -74,11 +87,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert {row["reward"] for row in shard_rows(0, PROMPTS, ROLLOUTS)} == {None}
 
 
-def test_shards_written_before_versions_were_recorded(tmp_path: Path) -> None:
+def test_shards_written_before_versions_and_layouts_were_recorded(tmp_path: Path) -> None:
     path = write_shard(tmp_path, 3, rows())
-    pq.write_table(pq.read_table(path).drop_columns(["versions"]), path)
+    pq.write_table(pq.read_table(path).drop_columns(["versions", "layouts"]), path)
     assert shard_fault(path, 3, 4) is None
-    assert [row["versions"] for row in read_shard(path)] == [None] * 4
+    assert [(row["versions"], row["layouts"]) for row in read_shard(path)] == [(None, None)] * 4
     assert set(read_shard(path)[0]) == set(shard_schema().names)
 
 

@@ -109,6 +109,8 @@ def test_flatness_by_hand() -> None:
 
 
 TRACES = st.lists(st.integers(1, 80), min_size=1, max_size=40).map(lambda lengths: Trace(tuple(lengths), 3, 128))
+# Forecasts look at 64 iterations one by one and at later ones in groups, each by its middle: only short ones are exact.
+SHORT_TRACES = st.lists(st.integers(1, 64), min_size=1, max_size=40).map(lambda given: Trace(tuple(given), 3, 64))
 CURVES = st.dictionaries(st.integers(1, 64), st.floats(1, 50), min_size=2, max_size=4)
 
 
@@ -147,7 +149,7 @@ def test_equal_curves_give_no_switch(trace: Trace, curve: dict[int, float], swit
 
 
 @settings(max_examples=60, deadline=None)
-@given(trace=TRACES, ep=CURVES, tp=CURVES, switch=st.floats(0, 300))
+@given(trace=SHORT_TRACES, ep=CURVES, tp=CURVES, switch=st.floats(0, 300))
 def test_with_the_truth_predictive_loses_at_most_a_switch(
     trace: Trace, ep: dict[int, float], tp: dict[int, float], switch: float
 ) -> None:

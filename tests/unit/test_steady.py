@@ -25,16 +25,18 @@ KINDS = pytest.mark.parametrize("kind", [AsyncScheduler, AheadScheduler])
 @KINDS
 def test_all_is_as_with_vllm_alone(kind: type) -> None:
     """Arrivals, ends, aborts, preemption, prefix hits, parking, hand-over, and drafting now and then in one of them."""
-    taken = preempted = 0
+    taken = preempted = switched = 0
     for seed in range(100):
         fast, plain = live(seed, kind, World)
         assert [plain_data(r) for r in fast.results] == [plain_data(r) for r in plain.results], f"seed {seed}"
         assert fast.tokens == plain.tokens and fast.freed == plain.freed
+        assert [r.layouts for r in fast.results] == [fast.layouts_of(r) for r in fast.results], f"seed {seed}"
+        switched += sum(len(r.layouts) > 1 for r in fast.results)
         audience = fast.front.audience
         assert not (audience.behind or audience.logprobs or audience.quiet or audience.tokens), "nothing stays behind"
         assert fast.steady is not None
         taken, preempted = taken + fast.steady.taken, preempted + fast.preempted
-    assert taken > 500 and preempted > 20
+    assert taken > 500 and preempted > 20 and switched > 50
 
 
 class Runner:

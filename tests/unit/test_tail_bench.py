@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.arithmetic_model import LONGEST, TINY, VOCAB, WHOLE, all_experts, answer, batches, make_model, problem
-from benchmarks.tail_spec import Clock, Run, best_length, even_acceptance, expected, results_of
+from benchmarks.tail_results import best_length, even_acceptance, expected, results_of
+from benchmarks.tail_spec import Clock, Run
 
 
 def test_break_even_is_where_the_best_length_is_as_fast_as_none() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -13,6 +15,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from moebius.engine.sampler import SEED_FIELD, CounterSampler
 from moebius.engine.verify import REJECTED, KeyedVerifier, UnknownProcessor, check_processors
@@ -71,6 +74,27 @@ def request(number: int, kind: dict[str, Any], outputs: list[int], bad_words: bo
         num_computed_tokens=0,
         output_token_ids=list(outputs),
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_places_are_those_that_vllm_computes(seed: int) -> None:
+    """Prompts in parts beside drafts, drafts of no token, and passes in which all requests have one length."""
+    r = np.random.default_rng(seed)
+    drafted = r.integers(0, 4, 9).astype(np.int32) if seed else np.full(9, 3, dtype=np.int32)
+    scheduled = drafted + 1 + np.where((drafted == 0) & (r.random(9) < 0.5), r.integers(0, 9, 9), 0)
+    ends = np.cumsum(scheduled).astype(np.int32)
+    tokens = torch.from_numpy(r.integers(0, VOCAB, int(ends[-1])).astype(np.int32))
+    runner: Any = SimpleNamespace(device=torch.device("cpu"), input_ids=SimpleNamespace(gpu=tokens))
+    runner._arange_scratch, runner.arange_np = np.zeros(64, dtype=np.int64), np.arange(64)
+    runner._get_cumsum_and_arange = partial(GPUModelRunner._get_cumsum_and_arange, runner)
+    wanted = GPUModelRunner._calc_spec_decode_metadata(runner, drafted, ends)
+    found = KeyedVerifier(runner).metadata(drafted, ends)
+    assert found.logits_indices.tolist() == wanted.logits_indices.tolist()
+    assert found.draft_token_ids.tolist() == wanted.draft_token_ids.tolist()
+    assert found.num_draft_tokens == wanted.num_draft_tokens and found.max_spec_len == wanted.max_spec_len
+    places = found.places
+    assert places is not None and places.ahead.dtype == torch.int32
+    assert places.ahead.tolist() == (ends[places.rows] - 1 - found.logits_indices.numpy()).tolist()
 
 
 def verify(runner: Runner, drafts: list[list[int]], logits: torch.Tensor) -> tuple[list[list[int]], Any]:

@@ -43,7 +43,8 @@ class Service:
         self, reason: str = "stop", versions: tuple[tuple[int, int], ...] = ((5, 2),), why: str | None = None
     ) -> None:
         for prompt, future in self.open:
-            sample = Sample(0, [7, 8], [-0.5, -1.5], None, None, reason, why, 5, 0, list(versions))
+            layouts = [("EP", 1), ("TP", 1)]
+            sample = Sample(0, [7, 8], [-0.5, -1.5], None, None, reason, why, 5, 0, list(versions), layouts=layouts)
             future.set_result(Rollout(0, prompt, [sample]))
         self.open.clear()
 
@@ -96,7 +97,9 @@ def test_tokens_in_and_out() -> None:
         service.finish(versions=((4, 1), (5, 1)))
         output = await call
         assert (output.token_ids, output.log_probs, output.stop_reason) == ([7, 8], [-0.5, -1.5], "completed")
-        assert output.extra_fields == {"global_steps": 5, "min_global_steps": 4, "max_global_steps": 5}
+        assert output.extra_fields == {
+            "global_steps": 5, "min_global_steps": 4, "max_global_steps": 5, "tp_tokens": 1, "layouts": "EP:1 TP:1"
+        }  # fmt: skip
 
     asyncio.run(main())
 

@@ -68,7 +68,8 @@ class MoebiusServer:
         """One turn of one trajectory, as token ids in and out. Waits while generation is paused or memory given back.
 
         A request that was ended early has the tokens it got and `stop_reason` "aborted"; ask again with prompt and
-        tokens for the rest. `extra_fields["global_steps"]` is the step whose weights drew the last token.
+        tokens for the rest. `extra_fields["global_steps"]` is the step whose weights drew the last token;
+        "tp_tokens" of the tokens were drawn in TP, and "layouts" says which ("EP:120 TP:31": the first 120 in EP).
 
         Raises BadInput, MoebiusError.
         """
@@ -105,6 +106,7 @@ class MoebiusServer:
             extra_fields={
                 "global_steps": versions[-1] if versions else self.global_steps,
                 **({"min_global_steps": min(versions), "max_global_steps": max(versions)} if versions else {}),
+                **_layouts(sample),
             },
         )
 
@@ -230,3 +232,11 @@ class MoebiusServer:
 
     def _note(self, call: str, **facts: Any) -> None:
         note(self.settings.calls, call, **facts)
+
+
+def _layouts(sample: Sample) -> dict[str, Any]:
+    """Scalars: verl's trainers put what they do not know into arrays of objects, and join those of several batches."""
+    return {
+        "tp_tokens": sum(count for layout, count in sample.layouts if layout == "TP"),
+        "layouts": " ".join(f"{layout}:{count}" for layout, count in sample.layouts),
+    }

@@ -1,0 +1,468 @@
+"""Ways of launching the page kernel, side by side, beside a contiguous peer copy of the same run. Needs two GPUs.
+
+    python -m benchmarks.kv_variants --out docs/benchmarks/kv_variants_x2.json
+
+Pools and page tables are those of Qwen3-30B-A3B with 512k live tokens, pages in random places. Every way is checked
+first: after a move in each direction, every byte of all slots must be as plain torch has it. Then the ways take turns.
+Times of ways are the device's alone: page lists are there, and the host is ahead. `mover` is what a switch does: the
+direct mover with its page lists made on the way, the device waiting for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from moebius.engine.layout import Layout
+from moebius.engine.memory import SlotSizes, UnifiedBuffer
+from moebius.kernels.direct import DirectMover
+from moebius.kernels.experts import Copy2d, copy_2d
+from moebius.kernels.kv import PageList, PageMover, PageWay, pages_to_ep, pages_to_tp
+from moebius.kernels.plan import kv_head_ranges
+from moebius.kernels.signals import Signals
+from moebius.kernels.virtual import VirtualMemory
+from moebius.rollout.bench.results import make_results
+
+CEILING_BYTES = 512 << 20
+_GATE_CYCLES = 40_000_000  # about 20 ms, in which the host enqueues a whole move
+_BARRIERS = 200
+_FACTOR = 0x9E3779B1 - (1 << 32)  # odd, so that all words of a slot differ
+Pages = list[tuple[torch.Tensor, torch.Tensor]]
+AS_NOW = PageWay()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Layers of KV, by default of Qwen3-30B-A3B with 40 GiB of KV and 512k live tokens on two ranks."""
+
+    layers: int = 48
+    heads: int = 4
+    page_tokens: int = 16
+    page_width: int = 256  # 2 * head dim, bf16
+    pages: int = 26_749  # of a rank in EP
+    live: int = 16_384  # of them
+
+    @property
+    def words(self) -> int:
+        """int32 words of one head of a page."""
+        return self.page_tokens * self.page_width // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way of launching, in which order pages are listed, and whether what stays on a rank has a stream of its own."""
+
+    way: PageWay = AS_NOW
+    order: Literal["given", "target", "source"] = "given"
+    apart: bool = False
+    local: bool = True  # False: only what leaves the rank is moved, to see what the rest costs
+    dense: bool = False  # live pages lie side by side, to see what random places cost
+
+
+VARIANTS = {
+    "one program a head": Variant(),
+    "runs": Variant(PageWay(runs=True)),
+    "runs, 4 warps": Variant(PageWay(runs=True, warps=4)),
+    "runs, streaming": Variant(PageWay(runs=True, streaming=True)),
+    "runs, 2 programs an SM": Variant(PageWay(runs=True, programs_per_sm=2)),
+    "runs, 6 programs an SM": Variant(PageWay(runs=True, programs_per_sm=6)),
+    "runs, by target": Variant(PageWay(runs=True), order="target"),
+    "runs, by source": Variant(PageWay(runs=True), order="source"),
+    "runs, local apart": Variant(PageWay(runs=True), apart=True),
+    "(runs, nothing local)": Variant(PageWay(runs=True), local=False),
+    "(runs, dense pages)": Variant(PageWay(runs=True), dense=True),
+}
+
+
+def words_of(shape: Shape, content: int, slot: int, device: torch.device) -> torch.Tensor:
+    """What slot `slot` holds before a move, int32: no two words of it alike."""
+    words = torch.arange(shape.pages * shape.heads * shape.words, dtype=torch.int32, device=device)
+    shift = (content * 1009 + slot) * 0x01000193 % (1 << 31)
+    return words.mul_(_FACTOR).add_(shift)
+
+
+class Ranks:
+    """Slots of one rank and the page tables of all; layer i is slot i in TP and slot i + 1 in EP."""
+
+    def __init__(self, shape: Shape, buffer: UnifiedBuffer, bases: tuple[int, ...], rank: int) -> None:
+        self.shape, self.buffer, self.rank, self.bases = shape, buffer, rank, bases
+        self.device = buffer.storage.device
+        self.head_ranges = kv_head_ranges(shape.heads, len(bases))
+        self.tp_heads = self.head_ranges[0][1] - self.head_ranges[0][0]
+        self.tp_pages = shape.pages * shape.heads // self.tp_heads
+        self._tables: dict[tuple[bool, str, bool], Pages] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return len(self.bases)
+
+    def slot(self, number: int) -> torch.Tensor:
+        """Slot `number`, flat int32."""
+        last = self.shape.layers
+        view = self.buffer.kv_slot(Layout.TP, number) if number < last else self.buffer.kv_slot(Layout.EP, last - 1)
+        return view.view(torch.int32)
+
+    def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """bf16 pools of a layer in EP and in TP, (pages, heads, tokens, width)."""
+        s, page = self.shape, (self.shape.page_tokens, self.shape.page_width)
+        ep = self.slot(layer + 1).view(torch.bfloat16).view(s.pages, s.heads, *page)
+        return ep, self.slot(layer).view(torch.bfloat16).view(self.tp_pages, self.tp_heads, *page)
+
+    def tables(self, dense: bool, order: str, to_tp: bool) -> Pages:
+        """By owner: (source pages, target pages) of a move, on the host and the same on all ranks."""
+        if (dense, order, to_tp) not in self._tables:
+            self._tables[dense, order, to_tp] = self._new_tables(dense, order, to_tp)
+        return self._tables[dense, order, to_tp]
+
+    def _new_tables(self, dense: bool, order: str, to_tp: bool) -> Pages:
+        live = min(self.shape.live, self.tp_pages // self.ranks)
+        generator = torch.Generator().manual_seed(1)
+        tp = torch.randperm(self.tp_pages, generator=generator)
+        pages: Pages = []
+        for owner in range(self.ranks):
+            ep, there = torch.randperm(self.shape.pages, generator=generator)[:live], tp[owner * live :][:live]
+            if dense:
+                ep, there = torch.arange(live), torch.arange(live) + owner * live
+            source, target = (ep, there) if to_tp else (there, ep)
+            if order != "given":
+                by = (target if order == "target" else source).argsort()
+                source, target = source[by], target[by]
+            pages.append((source, target))
+        return pages
+
+    def listing(self, variant: Variant, to_tp: bool) -> list[PageList]:
+        """What this rank sends, on the host: what leaves it, then what stays, or both together."""
+        pages = self.tables(variant.dense, variant.order, to_tp)
+        whole = (pages_to_tp if to_tp else pages_to_ep)(pages, self.head_ranges, self.rank)
+        if variant.local and not variant.apart:
+            return [whole]
+        leaving, staying = (part_of(whole, self.rank, stays) for stays in (False, True))
+        return [leaving, staying] if variant.local else [leaving]
+
+    def fill(self, to_tp: bool) -> None:
+        """All slots with what they hold before a move: the source layout's words."""
+        for number in range(self.shape.layers + 1):
+            self.slot(number).copy_(words_of(self.shape, self._content(self.rank, to_tp), number, self.device))
+
+    def check(self, variant: Variant, to_tp: bool) -> None:
+        """Compare every byte with what plain torch makes of the words. Raises AssertionError, naming the slot."""
+        for number in range(self.shape.layers + 1):
+            expected = words_of(self.shape, self._content(self.rank, to_tp), number, self.device)
+            if 0 <= (layer := number if to_tp else number - 1) < self.shape.layers:
+                self._move(expected, layer, variant, to_tp)
+            assert torch.equal(self.slot(number), expected), f"rank {self.rank}, {to_tp=}, slot {number}: {variant}"
+
+    def layers(self, to_tp: bool) -> Iterator[int]:
+        """Upwards to TP, downwards to EP: a target slot is then one that has been sent."""
+        yield from range(self.shape.layers) if to_tp else reversed(range(self.shape.layers))
+
+    def sent(self, to_tp: bool) -> int:
+        """Bytes that leave this rank in a move."""
+        listing = self.listing(VARIANTS["one program a head"], to_tp)[0]
+        return listing.peer_heads * self.shape.words * 4 * self.shape.layers
+
+    def _content(self, rank: int, to_tp: bool) -> int:
+        """Ranks that hold the same heads in TP hold the same words."""
+        return rank if to_tp else 50 + self.head_ranges[rank][0]
+
+    def _move(self, target: torch.Tensor, layer: int, variant: Variant, to_tp: bool) -> None:
+        s, pages = self.shape, self.tables(variant.dense, variant.order, to_tp)
+        for other in range(self.ranks):
+            if other == self.rank and not variant.local:
+                continue
+            source = words_of(s, self._content(other, to_tp), layer + 1 if to_tp else layer, self.device)
+            owner, holder = (other, self.rank) if to_tp else (self.rank, other)
+            here, there = (ids.to(self.device) for ids in pages[owner])
+            start, stop = self.head_ranges[holder]
+            if to_tp:
+                found = source.view(s.pages, s.heads, s.words)[here, start:stop]
+                target.view(self.tp_pages, self.tp_heads, s.words)[there] = found
+            else:
+                found = source.view(self.tp_pages, self.tp_heads, s.words)[here]
+                target.view(s.pages, s.heads, s.words)[there, start:stop] = found
+
+
+def part_of(listing: PageList, rank: int, stays: bool) -> PageList:
+    """What stays on `rank`, or what leaves it."""
+    if listing.owners is None:
+        return replace(listing, routes=tuple(route for route in listing.routes if (route[0] == rank) == stays))
+    chosen = (listing.owners == rank) == stays
+    return replace(
+        listing,
+        src_pages=listing.src_pages[chosen],
+        dst_pages=listing.dst_pages[chosen],
+        owners=listing.owners[chosen],
+    )
+
+
+def launch(own: Ranks, mover: PageMover, lists: list[PageList], layer: int, to_tp: bool, side: Any = None) -> None:
+    """Enqueue one layer; with `side`, a stream, the second list goes there and the current stream waits for it."""
+    ep, tp = own.pools(layer)
+    source, target = (ep, tp) if to_tp else (tp, ep)
+    offset = target.data_ptr() - own.bases[own.rank]
+    main = None
+    if side is not None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            mover.move(source, target, offset, lists[1])
+        lists = lists[:1]
+    for listing in lists:
+        mover.move(source, target, offset, listing)
+    if main is not None:
+        main.wait_stream(side)
+
+
+class Bench:
+    """One rank's measurements; all methods are collectives."""
+
+    def __init__(self, shape: Shape, rank: int, ranks: int, rounds: int) -> None:
+        self.device, self.rounds = torch.device("cuda", rank), rounds
+        group = dist.group.WORLD
+        assert group is not None
+        self.group = group
+        sizes = SlotSizes(1, 4096, shape.layers, shape.pages * shape.heads * shape.words * 4)
+        memory = VirtualMemory(sizes.chunks(), self.device)
+        self.mover = DirectMover.connect(memory, group)
+        self.own = Ranks(shape, UnifiedBuffer(sizes, self.device, memory), self.mover.buffers.bases, rank)
+        self.mover.prepare_kv(*self.own.pools(0), self.own.head_ranges)
+        self.signals = Signals.connect(group, self.device)
+        self.side = torch.cuda.Stream(self.device)
+        self.tables = {to_tp: self.own.tables(False, "given", to_tp) for to_tp in (True, False)}
+        self.movers: dict[PageWay, PageMover] = {}
+        self.lists: dict[tuple[str, bool], list[PageList]] = {}
+
+    def move(self, name: str, to_tp: bool) -> None:
+        """Enqueue all layers in a variant's way."""
+        variant = VARIANTS[name]
+        way = self.movers.setdefault(variant.way, PageMover(self.own.bases, self.own.rank, self.device, variant.way))
+        if (name, to_tp) not in self.lists:
+            self.lists[name, to_tp] = parts = [part.on(self.device) for part in self.own.listing(variant, to_tp)]
+            source, target = self.own.pools(0)[:: 1 if to_tp else -1]
+            for part in parts:  # compiles and loads what is left, while nobody waits for anybody
+                way.move(source, target, target.data_ptr() - self.own.bases[self.own.rank], part, limit=0)
+            torch.cuda.synchronize()
+            dist.barrier(self.group)
+        for layer in self.own.layers(to_tp):
+            launch(self.own, way, self.lists[name, to_tp], layer, to_tp, self.side if variant.apart else None)
+            self.signals.barrier()
+
+    def product(self, to_tp: bool) -> None:
+        """Enqueue all layers as a switch does, page lists included."""
+        pages = list(self.tables[to_tp])
+        call = self.mover.kv_ep_to_tp if to_tp else self.mover.kv_tp_to_ep
+        for layer in self.own.layers(to_tp):
+            ep, tp = self.own.pools(layer)
+            call(*((ep, tp) if to_tp else (tp, ep)), pages, self.own.head_ranges)
+
+    def fresh_tables(self) -> None:
+        """Page tables of a switch not seen before, so that lists are made anew."""
+        self.tables = {to_tp: [(a.clone(), b.clone()) for a, b in pages] for to_tp, pages in self.tables.items()}
+
+    def check(self, name: str, to_tp: bool) -> None:
+        """Fill, move, compare; raises AssertionError."""
+        self.own.fill(to_tp)
+        torch.cuda.synchronize()
+        dist.barrier(self.group)
+        if name == "mover":
+            self.product(to_tp)
+        else:
+            self.move(name, to_tp)
+        torch.cuda.synchronize()
+        dist.barrier(self.group)
+        self.own.check(VARIANTS.get(name, Variant()), to_tp)
+
+    def ms(self, work: Callable[[], None], gate: bool) -> float:
+        """Milliseconds on the slowest rank's device; with `gate` the host has enqueued all before the device begins."""
+        torch.cuda.synchronize()
+        dist.barrier(self.group)
+        if gate:
+            torch.cuda._sleep(_GATE_CYCLES)
+        self.signals.barrier()  # the devices begin together
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if not gate:
+            torch.cuda.synchronize()
+        begun.record()
+        work()
+        ended.record()
+        torch.cuda.synchronize()
+        times: list[Any] = [None] * self.own.ranks
+        dist.all_gather_object(times, begun.elapsed_time(ended), group=self.group)
+        return max(times)
+
+    def peer_copy(self) -> None:
+        """The ceiling: contiguous, by copy engine, into the next rank's slot 1 from slot 0 here."""
+        peer, rows = (self.own.rank + 1) % self.own.ranks, 1 << 10
+        source, target = (self.own.slot(number).data_ptr() for number in (0, 1))
+        width = self.ceiling_bytes // rows
+        there = target - self.own.bases[self.own.rank] + self.own.bases[peer]
+        copy_2d(Copy2d(peer, there, width, source, width, width, rows), torch.cuda.current_stream())
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """Bytes of the ceiling's copy."""
+        return min(CEILING_BYTES, self.own.slot(0).numel() * 4 // 4096 * 4096)
+
+    def barriers_us(self, signals: Signals) -> float:
+        """Microseconds of one barrier between idle devices."""
+        self.ms(signals.barrier, True)  # compiles and loads what is left
+
+        def many() -> None:
+            for _ in range(_BARRIERS):
+                signals.barrier()
+
+        return 1e3 * self.ms(many, True) / _BARRIERS
+
+    def listing_ms(self, to_tp: bool) -> float:
+        """Milliseconds of the host for the lists of one move, the slowest of all ranks."""
+        self.fresh_tables()
+        begun = time.perf_counter()
+        listed = (pages_to_tp if to_tp else pages_to_ep)(self.tables[to_tp], self.own.head_ranges, self.own.rank)
+        spent = 1e3 * (time.perf_counter() - begun)
+        del listed
+        times: list[Any] = [None] * self.own.ranks
+        dist.all_gather_object(times, spent, group=self.group)
+        return max(times)
+
+
+def measure(bench: Bench, names: list[str], say: Callable[[str], None]) -> tuple[dict[str, float], list[str]]:
+    """Numbers by name, and lines of the table."""
+    begun = time.perf_counter()
+    for name, to_tp in itertools.product(["mover", *names], (True, False)):
+        bench.check(name, to_tp)
+    say(f"{len(names) + 1} ways checked in both directions after {time.perf_counter() - begun:.1f} s")
+    numbers: dict[str, float] = {"barrier_us": bench.barriers_us(bench.signals)}
+    by_kernel = Signals.connect(bench.group, bench.device, "kernel")
+    numbers["barrier_kernel_us"] = bench.barriers_us(by_kernel)
+    times: dict[tuple[str, bool], list[float]] = {}
+    ceilings: list[float] = []
+    listings: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(bench.rounds + 1):
+        copied = bench.ms(bench.peer_copy, True)
+        if turn:
+            ceilings.append(bench.ceiling_bytes / copied / 1e6)
+        for name, to_tp in itertools.product(["mover", *names], (True, False)):
+            if name == "mover":
+                listings[to_tp].append(bench.listing_ms(to_tp))
+                bench.fresh_tables()
+                ms = bench.ms(partial(bench.product, to_tp), False)
+            else:
+                ms = bench.ms(partial(bench.move, name, to_tp), True)
+            if turn:
+                times.setdefault((name, to_tp), []).append(ms)
+    numbers["ceiling_gbps"] = ceiling = median(ceilings)
+    lines = [f"{'':26s}{'EP->TP':>10s}{'':>9s}{'TP->EP':>12s}", f"{'':26s}" + f"{'ms/layer':>10s}{'ceiling':>9s}  " * 2]
+    for name in ["mover", *names]:
+        line, short = f"{name:26s}", "".join(c if c.isalnum() else "_" for c in name).strip("_").replace("__", "_")
+        for to_tp, direction in ((True, "ep_tp"), (False, "tp_ep")):
+            ms = median(times[name, to_tp])
+            share = 100 * bench.own.sent(to_tp) / ms / 1e6 / ceiling
+            layer = ms / bench.own.shape.layers
+            numbers |= {f"{short}_{direction}_ms_per_layer": layer, f"{short}_{direction}_pct": share}
+            line += f"{layer:10.4f}{share:8.1f}%  "
+        lines.append(line)
+    for to_tp, direction in ((True, "ep_tp"), (False, "tp_ep")):
+        numbers[f"listing_{direction}_ms"] = median(listings[to_tp])
+    lines.append(
+        f"ceiling {ceiling:.1f} GB/s; a barrier {numbers['barrier_us']:.1f} us by {bench.signals.how}, "
+        f"{numbers['barrier_kernel_us']:.1f} by kernel; lists of a move {numbers['listing_ep_tp_ms']:.2f} and "
+        f"{numbers['listing_tp_ep_ms']:.2f} ms of the host"
+    )
+    return numbers, lines
+
+
+def _run(rank: int, ranks: int, port: int, shape: Shape, rounds: int, names: list[str], queue: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    try:
+        torch.cuda.set_device(rank)
+        dist.init_process_group("gloo")
+        begun = time.perf_counter()
+
+        def say(line: str) -> None:
+            if rank == 0:
+                print(line, flush=True)
+
+        with torch.inference_mode():
+            bench = Bench(shape, rank, ranks, rounds)
+            say(f"memory mapped after {time.perf_counter() - begun:.1f} s")
+            found = measure(bench, names, say)
+        say(f"measured after {time.perf_counter() - begun:.1f} s")
+        queue.put((rank, found, None))
+        dist.barrier()
+    except BaseException as error:
+        queue.put((rank, None, f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        queue.close()
+        queue.join_thread()
+        os._exit(0)  # the process takes its memory along
+
+
+def run(ranks: int, shape: Shape, rounds: int, names: list[str], limit_s: float) -> tuple[dict[str, float], list[str]]:
+    """Numbers and table of all ranks' run. Raises RuntimeError with the first rank's problem."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (ranks, port, shape, rounds, names, queue)
+    processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    try:
+        found = {}
+        for _ in processes:
+            rank, result, problem = queue.get(timeout=limit_s)
+            if problem is not None:
+                raise RuntimeError(f"rank {rank}: {problem}")
+            found[rank] = result
+        return found[0]
+    finally:
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in asdict(Shape()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--variants", default="", help="numbers of ways, from 0, comma-separated; all without")
+    parser.add_argument("--limit-s", type=float, default=100.0, help="seconds until the run is given up")
+    parser.add_argument("--out", type=Path, required=True)
+    options = vars(parser.parse_args())
+    out, ranks, rounds, limit_s = (options.pop(name) for name in ("out", "ranks", "rounds", "limit_s"))
+    chosen = options.pop("variants")
+    names = [list(VARIANTS)[int(number)] for number in chosen.split(",")] if chosen else list(VARIANTS)
+    shape = Shape(**options)
+    numbers, lines = run(ranks, shape, rounds, names, limit_s)
+    settings = {"ranks": ranks, "rounds": rounds} | asdict(shape)
+    results = make_results(
+        out.stem,
+        command=f"python -m benchmarks.kv_variants --out {out.name}" + (f" --variants {chosen}" if chosen else ""),
+        options=settings | {"variants": {name: asdict(VARIANTS[name]) for name in names}},
+        results=numbers,
+    )
+    print("\n".join(lines), flush=True)
+    results.write(out.parent)
+
+
+if __name__ == "__main__":
+    main()
