@@ -50,6 +50,7 @@ class Counts:
     failed: bool  # a function given to the step has raised an error on a rank
     seconds: float  # rank 0's clock, since the step began
     lengths: list[int]  # see `length_news`; empty where the policy does not learn lengths
+    is_short: bool = False  # requests of a rank wait for more pages than staging has left; see `Staging.is_short`
     ready: int = 0  # what ranks say about their drafts' texts; see `TailDrafts.told`
 
 
@@ -70,6 +71,7 @@ class Exchange:
         failed: bool,
         lengths: list[int],
         ready: int | None = None,
+        short: bool = False,
     ) -> None:
         self.last, self.news = last, news
         self._known = known if layout is Layout.TP else None  # TP cores have all ranks' requests
@@ -77,7 +79,7 @@ class Exchange:
         tokens = last.tokens if last else 0
         clock = int(1e6 * seconds) if dist.get_rank(group) == 0 else 0
         is_open = taken.is_open or bool(news.arrivals)
-        flags = [has_news, is_open, taken.is_filling, taken.is_parking, failed, known < live]
+        flags = [has_news, is_open, taken.is_filling, taken.is_parking, failed, short, known < live]
         self._head = 3 + len(flags)
         self._drafts = ready is not None  # only where TP has drafts, hence on all ranks or none
         more = [*lengths, ready] if ready is not None else lengths
@@ -92,9 +94,10 @@ class Exchange:
         live, tokens, clock, *flags, lost = sums[: self._head]
         if lost or (self._known is not None and self._known < live):
             raise LostRequest("a core does not know all of its unfinished requests: they would never end")
-        news, is_open, is_filling, is_parking, failed = (bool(flag) for flag in flags)
+        news, is_open, is_filling, is_parking, failed, is_short = (bool(flag) for flag in flags)
         ready = sums.pop() if self._drafts else 0
         seconds, lengths = clock / 1e6, sums[self._head :]
         return Counts(
-            live, tokens, news, is_open, is_filling, is_parking, failed, seconds=seconds, lengths=lengths, ready=ready
-        )
+            live, tokens, news, is_open, is_filling, is_parking, failed, seconds=seconds, lengths=lengths,
+            is_short=is_short, ready=ready,
+        )  # fmt: skip

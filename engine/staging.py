@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from moebius.engine.config import EngineConfig
 from moebius.engine.layout import Layout
+from moebius.engine.requests import pages_of
 from moebius.engine.reserve import Reserve
 from moebius.engine.runtime import RuntimePair
 from moebius.kernels.collective import Mover
 from moebius.kernels.rooms import Parts, Room, commit_order, pack_rooms
 
-_SPARE_PAGES = 4  # per request
+_SPARE_PAGES = 4  # per request, and at least
+_GROWTH = 4  # one page for so many that are in use
 _USEFUL = 4  # with prepare: auto, fewer than one layer in so many is not worth it
 
 
@@ -52,6 +54,19 @@ class Staging:
         return self.layers / self.count
 
     @property
+    def is_short(self) -> bool:
+        """Whether a request of this rank waits for more pages than staging has left to EP; ranks differ in it.
+
+        vLLM preempts a request that finds no page, and asks for all of its pages at once when it is to go on: more than
+        are left it would wait for until the switch, which may never come.
+        """
+        scheduler = self._pair.ep.scheduler
+        if not self.is_ready or not scheduler.waiting:
+            return False
+        wanted = pages_of(scheduler.waiting.peek_request().num_tokens + 1, self._pair.ep.page_size)
+        return wanted > self._pair.ep.free_pages
+
+    @property
     def withdrawn(self) -> int:
         """KV pages that are out of the pool at present."""
         return 0 if self._reserve is None else self._reserve.withdrawn
@@ -66,7 +81,8 @@ class Staging:
             return self.is_ready
         ep = self._pair.ep
         # What remains must do for the requests until the switch.
-        left = ep.free_pages - _SPARE_PAGES * ep.scheduler.get_num_unfinished_requests()
+        used = ep.usable_pages - ep.free_pages
+        left = ep.free_pages - max(_SPARE_PAGES * ep.scheduler.get_num_unfinished_requests(), used // _GROWTH)
         pages = torch.tensor([max(0, min(self._reserve.free_run(), left))])
         dist.all_reduce(pages, op=dist.ReduceOp.MIN, group=self._group)
         fewest, rooms = self._fewest(int(pages.item()))

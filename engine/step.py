@@ -92,6 +92,7 @@ class Step:
         self._seconds = 0.0  # since the step began, by rank 0's clock
         self._expects_tp = self._prefilling = False
         self._prepare_from = 0
+        self._short = False  # a rank lacks pages that a prepared switch has taken
         # By the last exchange: whether any rank may still get requests, and whether they belong to the burst.
         self._open = self._filling = False
         stats.began = self._started = self._mark = time.perf_counter()
@@ -191,6 +192,8 @@ class Step:
                 drafts.change()
                 if live == 0:
                     continue
+            elif self._short and self.switcher.staging.is_ready:  # known to all ranks at the same iteration
+                self._unprepare(iteration)
             elif self._expects_tp and iteration >= self._prepare_from:
                 self._prepare(iteration)
             tokens, found = self._iterate()
@@ -290,6 +293,11 @@ class Step:
         else:
             self._prepare_from = iteration + _PREPARE_AGAIN
 
+    def _unprepare(self, iteration: int) -> None:
+        """Forget what was sent ahead, and leave its pages to the requests for a while."""
+        self.switcher.staging.drop()
+        self._prepare_from = iteration + self.policy.config.cooldown_iterations
+
     def _end_policy(self) -> None:
         """Tell the policy how the step ended; lengths that found no place in an exchange are told now, once a step."""
         if (news := self.front.news) is None:
@@ -344,6 +352,7 @@ class Step:
             failed=self.failure is not None,
             lengths=self.front.news.numbers() if self.front.news else [],
             ready=self.drafts.ready if self.drafts is not None else None,
+            short=self.switcher.staging.is_short,
         )
 
     def _settle(self, exchange: Exchange) -> int:
@@ -364,7 +373,7 @@ class Step:
         counts = exchange.wait()
         live, self._open, self._filling, self._seconds = counts.live, counts.is_open, counts.is_filling, counts.seconds
         self._unseen_tokens += counts.tokens
-        self._parking = counts.is_parking
+        self._parking, self._short = counts.is_parking, counts.is_short
         if self.drafts is not None:
             self.drafts.told(counts.ready)
             if (last := exchange.last) is not None and last.layout is Layout.TP is self.pair.layout:
@@ -452,8 +461,7 @@ class Step:
             self.stats.switches.append(record)
             self.stats.switch_s += record.pause_ms / 1e3
             return live
-        self.switcher.staging.drop()  # its pages are of more use to those that stay
-        self._prepare_from = iteration + self.policy.config.cooldown_iterations
+        self._unprepare(iteration)  # its pages are of more use to those that stay
         self.policy.cancelled(iteration)
         self.stats.cancelled.append(CancelledSwitch(iteration, t, live, reason))
         return live

@@ -43,6 +43,8 @@ def send_visitor(ordinal: int, timeout_s: float = 60.0, run: Callable[..., Any] 
 
     It costs about a second and changes nothing else: a GPU in exclusive mode, say, leaves things as they were.
     """
+    if not sys.executable:
+        return "this Python does not know its own executable"
     command = [sys.executable, "-S", str(Path(__file__).resolve()), str(ordinal)]
     try:
         done = run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -50,6 +50,9 @@ class Homes:
             ready = self._group.wait(timeout)
         except GetTimeoutError:
             ready = False
+        except BaseException:  # Ctrl-C: nobody else knows of it
+            self.close()
+            raise
         if not ready:
             self.close()
             raise MoebiusError(self._words(f"after {timeout:.0f} s not enough is free; end other jobs or groups"))

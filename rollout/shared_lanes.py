@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,31 @@ class SharedLanes:
             self._pieces.append(piece)
             self._streamed.add((piece.key.step, piece.key.prompt))
 
+    @contextmanager
+    def _handing_out(self) -> Iterator[None]:
+        """After Ctrl-C in this block, prompts off the queue that no replica was given wait for one again."""
+        try:
+            yield
+        except BaseException:
+            if not self._closed:
+                self._find_strays()
+            raise
+
+    def _find_strays(self) -> None:
+        given = {(g.step, g.prompt) for part in self._open() for g in part.step.groups()}
+        given |= {(g.step, g.prompt) for g in self._queue}
+        strays = {at: group for at, group in self._groups.items() if at not in given and not group.complete}
+        for part in self._open():
+            mine = [group for group in part.groups if (group.step, group.prompt) in strays]
+            part.groups = [group for group in part.groups if (group.step, group.prompt) not in strays]
+            part.live -= sum(len(group.missing) for group in mine)
+        self._queue.extendleft(reversed(list(strays.values())))
+
     def _deal(self) -> None:
+        with self._handing_out():
+            self._deal_queue()
+
+    def _deal_queue(self) -> None:
         parts = self._open()
         if self._queue and parts:
             progress = [part.step.progress() for part in parts]
@@ -202,7 +226,10 @@ class SharedLanes:
 
     def _abort(self, keys: Sequence[SampleKey]) -> None:
         """Also of prompts that wait: they are handed out first, so that every sample comes back from a rank."""
-        wanted = set(keys)
+        with self._handing_out():
+            self._abort_all(set(keys))
+
+    def _abort_all(self, wanted: set[SampleKey]) -> None:
         self._aborted |= wanted
         ending = [group for group in self._queue if wanted.intersection(group.missing)]
         self._queue = deque(group for group in self._queue if not wanted.intersection(group.missing))

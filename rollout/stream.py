@@ -205,8 +205,10 @@ def sealed_stream(
         step.seal()
         return RolloutStream(step, ready, budget, limit_s, on_progress)
     except BaseException:  # nobody else has it
-        step.break_off()
-        step.leave(ready)
+        try:
+            step.break_off()
+        finally:  # after another Ctrl-C, too
+            step.leave(ready)
         raise
 
 

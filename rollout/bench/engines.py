@@ -264,7 +264,9 @@ class Engines:
     def _ready(self, spec: EngineSpec) -> None:
         fleet = self._fleets[spec.name]
         self._capacity[spec.name] = fleet.call(rank.capacity)[0]
-        self.say(f"  {spec.name} runs after {fleet.start_seconds:.1f} s")
+        kernels = " -> ".join(f"{us:.2f}" for us in fleet.call(rank.kernel_us)[0])
+        took = f"; {kernels} us per small kernel of a graph" if kernels else ""
+        self.say(f"  {spec.name} runs after {fleet.start_seconds:.1f} s{took}")
 
     def revive(self) -> None:
         """Start engines again that failed. Raises FleetError if one does not come up."""

@@ -26,6 +26,7 @@ from moebius.rollout.errors import MoebiusError
 from moebius.rollout.shm import clean_leftovers, make_ident, name_python_segments, parse_ident, remove_own
 
 GRACE_S = 10.0  # after one rank failed: for the others to tell their errors; and for engines to close
+KILLED_S = 60.0  # most to wait for a killed process to be gone, which takes long only on a busy machine
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -188,7 +189,7 @@ class Fleet:
             except (ProcessLookupError, PermissionError):
                 if process.is_alive():  # it has not come as far as making its group
                     process.kill()
-            process.join(GRACE_S)
+            process.join(KILLED_S)
         atexit.unregister(self.close)
         for pipe in self._pipes:
             pipe.close()

@@ -317,6 +317,11 @@ def capacity(engine: Ours | Stock) -> Capacity:
     return engine.capacity()
 
 
+def kernel_us(engine: Ours | Stock) -> list[float]:
+    """Microseconds per small kernel of a graph before and after `engine.settle`; empty for stock, and on CPU."""
+    return engine.engine.startup.kernel_us if isinstance(engine, Ours) else []
+
+
 def run(engine: Ours | Stock, workload: Workload, policy: PolicyConfig) -> Series:
     """Run `workload` once."""
     return engine.run(workload, policy)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from moebius.engine.config import PolicyConfig
+from moebius.engine.types import SampleKey, SampleRequest
 from moebius.rollout.demo import make_tiny_model
 from tests.engine import work
 from tests.engine.fleet import Fleet
@@ -122,8 +123,23 @@ def test_a_kv_cache_too_small_for_all_layers(large_experts: str) -> None:
             # Of three matrices of 128 x 512 and four experts per layer half goes to the peer.
             assert switch.staged_bytes == switch.staged_layers * 4 * 3 * 128 * 512 * 4 // 2
             assert switch.expert_bytes == switch.staged_bytes * 4 // switch.staged_layers
+        check_that_pages_come_back(fleet)
     finally:
         fleet.close()
+
+
+def check_that_pages_come_back(fleet: Fleet) -> None:
+    """A request that outgrows what staging has left gets the pages back; it does not wait for a switch far off."""
+    sampling = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "logprobs": 0}
+    keys = [[SampleKey(rank, sample) for sample in range(3)] for rank in range(2)]
+    share = [([SampleRequest(key, [5, 6, 7], sampling, 9 * r + key.sample) for key in keys[r]],) for r in range(2)]
+    reference = work.collect(fleet.call(work.run, work.EP, per_rank=share))
+    never = PolicyConfig(kind="scheduled", at_iteration=10_000, prepare_iterations=9_995)
+    outcomes = fleet.call(work.run, never, per_rank=share)
+    work.assert_same(work.collect(outcomes), reference)
+    assert outcomes[0].stats.prepared_at[0] == 5 and not outcomes[0].stats.switches
+    assert len(outcomes[0].stats.iterations) < 1200
+    assert fleet.call(work.free_pages) == fleet.call(work.usable_pages)
 
 
 def test_a_model_without_room_is_refused_in_words(large_experts: str) -> None:

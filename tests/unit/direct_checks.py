@@ -11,9 +11,11 @@ import threading
 import time
 
 import torch
+from triton.runtime import interpreter
 
 from benchmarks import kv_variants
 from moebius.engine.memory import SlotSizes, UnifiedBuffer
+from moebius.kernels import peer_triton
 from moebius.kernels.direct import DirectMover
 from moebius.kernels.experts import TritonCopy
 from moebius.kernels.kv import PageMover, PageWay, run_of
@@ -157,6 +159,15 @@ def check_variants() -> None:
 
 def check_signal(ranks: int) -> None:
     """Every rank's flags are raised in the right places, and the wait ends when the last peer's flag is up."""
+    # A launch changes triton.language for all threads, and changes it back at its end, under ranks that still wait.
+    scope = interpreter._patch_lang(peer_triton.signal_kernel.fn)
+    try:
+        _check_signal(ranks)
+    finally:
+        scope.restore()
+
+
+def _check_signal(ranks: int) -> None:
     stride = 32
     flags = [torch.zeros(ranks * stride, dtype=torch.int32) for _ in range(ranks)]
     table = torch.tensor([f.data_ptr() for f in flags])
@@ -165,7 +176,16 @@ def check_signal(ranks: int) -> None:
         for f in flags:
             f.zero_()
             f[::stride] = start
-        threads = [threading.Thread(target=launch_signal, args=(table, flags[r], r, base + 3)) for r in range(ranks)]
+        errors: list[BaseException] = []
+
+        def signal(rank: int, step: int = base + 3, errors: list[BaseException] = errors) -> None:
+            try:
+                launch_signal(table, flags[rank], rank, step)
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        threads = [threading.Thread(target=signal, args=(r,)) for r in range(ranks)]
         for thread in threads[1:]:
             thread.start()
         time.sleep(0.05)
@@ -175,6 +195,7 @@ def check_signal(ranks: int) -> None:
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive(), "a rank waits though all flags are up"
+        assert not errors, errors
         value = (base + 3 + (1 << 31)) % (1 << 32) - (1 << 31)
         for f in flags:
             assert (f[::stride] == value).all()

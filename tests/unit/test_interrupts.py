@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from moebius.engine.types import SampleKey, SampleRequest
-from moebius.rollout import placement, ranks, replica_life, shared_step
+from moebius.rollout import placement, ranks, replica_homes, replica_life, shared_step
 from moebius.rollout.backlog import Backlog, PromptGroup, groups_of
 from moebius.rollout.errors import GroupNotReady, MoebiusError
 from moebius.rollout.failure_types import FailureSettings
@@ -321,6 +321,64 @@ def test_while_ranks_are_closed(monkeypatch: Patch, at: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         made.close(gently=True)
     assert done == ["kill", "kill", "placement", *([] if at == "exit" else ["exit"]), "segments"]
+
+
+def interrupted_hand_out(monkeypatch: Patch) -> list[Any]:
+    """Ctrl-C as a running step is handed prompts, before it has them; returns them."""
+    real, seen = FakeStep.submit_groups, []
+
+    def submit(self: FakeStep, groups: Any) -> None:
+        if self.group.step is self and not seen:
+            seen.append(list(groups))
+            raise KeyboardInterrupt
+        real(self, groups)
+
+    monkeypatch.setattr(FakeStep, "submit_groups", submit)
+    return seen
+
+
+def test_a_block_that_is_left_while_prompts_are_handed_out(make: Make, monkeypatch: Patch) -> None:
+    replicas, *_ = begun(make)
+    step = replicas.open_step(step=1)
+    seen, slept = interrupted_hand_out(monkeypatch), 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += 1
+        assert slept < 300, "the step never ends"
+
+    monkeypatch.setattr(shared_step.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt), step:
+        step.submit(PROMPTS[:3], 1, {"max_tokens": 20})
+    assert seen and not replicas._one_call.locked()
+    assert all(member.group.step is None for member in replicas._members)
+
+
+def test_parking_while_prompts_are_handed_out_loses_none(make: Make, monkeypatch: Patch) -> None:
+    replicas, first, expected = begun(make)
+    step = replicas.open_step(step=1)
+    deal = SharedLanes._deal
+    monkeypatch.setattr(SharedLanes, "_deal", lambda self: None)
+    step.submit(PROMPTS[:3], 1, {"max_tokens": 20})
+    monkeypatch.setattr(SharedLanes, "_deal", deal)
+    seen = interrupted_hand_out(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        step.park()
+    assert seen
+    serves(replicas, first, expected, own=3)
+
+
+def test_while_replicas_wait_for_room(monkeypatch: Patch) -> None:
+    removed: list[Any] = []
+    node = {"Alive": True, "Resources": {"CPU": 8.0}}
+    monkeypatch.setattr(replica_homes.ray, "nodes", lambda: [node])
+    monkeypatch.setattr(replica_homes.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(replica_homes, "placement_group", lambda *of, **how: SimpleNamespace(wait=interrupt))
+    monkeypatch.setattr(replica_homes, "remove_placement_group", removed.append)
+    config: Any = SimpleNamespace(ranks=2, cpus_per_rank=1, startup_timeout_s=60.0, replicas=2)
+    with pytest.raises(KeyboardInterrupt):
+        replica_homes.Homes(config, "cpu")
+    assert len(removed) == 1
 
 
 def test_while_ranks_wait_for_their_place(monkeypatch: Patch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from moebius.engine.reserve import Reserve, TieredQueue
+from moebius.engine.staging import Staging
+from moebius.engine.tail_modes import AheadScheduler
+from tests.unit import steady_world
 
 
 @settings(deadline=None, max_examples=60)
@@ -100,3 +106,40 @@ def test_what_is_free_at_the_top_can_be_withdrawn() -> None:
     reserve.give_back()
     pool.free_blocks(used)
     assert reserve.free_run() == 8 and pool.get_num_free_blocks() == 16
+
+
+@pytest.mark.parametrize(
+    ("pages", "reserve", "requests", "tokens", "at", "most"), [(41, 20, 1, 150, 60, 160), (121, 60, 6, 70, 30, 80)]
+)
+def test_pages_come_back_when_a_request_waits_for_them(
+    pages: int, reserve: int, requests: int, tokens: int, at: int, most: int
+) -> None:
+    """vLLM preempts a request without a page; it then waits for all of its pages at once, perhaps for ever."""
+    steady_world.engine_config.cache_clear()
+    steady_world.engine_config().model_config.max_model_len = 200
+    try:
+        world = steady_world.World(AheadScheduler, pages, is_steady=True)
+        pool = world.scheduler.kv_cache_manager.block_pool
+        kept = Reserve(pool, reserve)
+        ep = SimpleNamespace(scheduler=world.scheduler, page_size=steady_world.PAGE, free_pages=0)
+        staging: Any = Staging.__new__(Staging)
+        staging._pair, staging._reserve, staging.layers = SimpleNamespace(ep=ep), kept, 0
+        for number in range(requests):
+            sampling = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+            world.add(number, [1, 2, 3, 4], sampling, own=True)
+        iterations = 0
+        while world.front.finished < requests and iterations < 600:
+            if iterations == at:
+                kept.withdraw(min(kept.free_run(), pool.get_num_free_blocks() - 4 * requests))
+                staging.layers = 1
+            world.schedule()
+            world.take()
+            iterations += 1
+            ep.free_pages = pool.get_num_free_blocks()
+            if staging.is_short:
+                kept.give_back()
+                staging.layers = 0
+        assert world.front.finished == requests and iterations <= most
+        assert world.preempted and staging.layers == 0
+    finally:
+        steady_world.engine_config.cache_clear()

@@ -77,5 +77,11 @@ def test_a_process_that_hangs_or_cannot_start_is_no_error() -> None:
     assert send_visitor(0, run=missing) == "no python"
 
 
+@pytest.mark.parametrize("executable", [None, ""])
+def test_a_python_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch, executable: str | None) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    assert "executable" in str(send_visitor(0))
+
+
 def test_without_a_gpu_there_is_nothing_to_settle() -> None:
     assert settle(torch.device("cpu")) == []
