@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.graph_times import microseconds_per_call
 from moebius.engine.all2all import DEEPEP_V2, ENVIRONMENT, nccl_words
 from moebius.engine.config import PolicyConfig
 from moebius.engine.types import SampleKey, SampleRequest
+from moebius.kernels.graph_times import microseconds_per_call
 from moebius.rollout.bench import rank
 from moebius.rollout.bench.engines import BenchSetup, Engines
 from moebius.rollout.bench.results import make_results

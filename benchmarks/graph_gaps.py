@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
-from benchmarks.graph_times import microseconds_per_call
+from benchmarks.gpu_ranks import gpu_ranks, join_ranks
 from moebius.kernels.cuda_calls import CudaError, checked, driver
 from moebius.kernels.cuda_memory import MemoryCalls
 from moebius.kernels.direct import DirectMover
+from moebius.kernels.graph_times import capture_small_kernels, microseconds_per_call
 from moebius.kernels.peers import gather_of
 from moebius.kernels.virtual import VirtualMemory
 from moebius.kernels.virtual_peers import VirtualPeers
@@ -54,14 +53,7 @@ class Walk:
 
     def capture(self, kernels: int) -> torch.cuda.CUDAGraph:
         """A graph of so many small kernels, replayed once."""
-        self.numbers.add_(1)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(kernels):
-                self.numbers.add_(1)
-        graph.replay()
-        return graph
+        return capture_small_kernels(self.numbers, kernels)
 
     def measure(self, event: str) -> float:
         """Microseconds per kernel of the first graph, after `event`."""
@@ -119,9 +111,7 @@ def _streams() -> list[torch.cuda.Stream]:
 
 
 def _run(rank: int, ranks: int, port: int, queue: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("gloo")
+    join_ranks(rank, ranks, port)
     walk = Walk(rank)
     walk.measure("start")
     for count in (2, 4, 8, 16, 32, 64):
@@ -157,29 +147,18 @@ def _run(rank: int, ranks: int, port: int, queue: Any) -> None:
 
 def measure(ranks: int, limit_s: float) -> dict[int, list[tuple[str, float]]]:
     """By rank: events and microseconds per kernel after each, as far as they came within `limit_s`."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=_run, args=(rank, ranks, port, queue)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
     found: dict[int, list[tuple[str, float]]] = {}
-    ended, deadline = 0, time.monotonic() + limit_s
-    while ended < ranks and time.monotonic() < deadline:
-        try:
-            rank, values = queue.get(timeout=1)
-        except Empty:
-            if not any(process.is_alive() for process in processes):
-                break
-            continue
-        ended += values is None
-        found |= {} if values is None else {rank: values}
-    for process in processes:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
+    with gpu_ranks(_run, ranks) as (queue, processes):
+        ended, deadline = 0, time.monotonic() + limit_s
+        while ended < ranks and time.monotonic() < deadline:
+            try:
+                rank, values = queue.get(timeout=1)
+            except Empty:
+                if not any(process.is_alive() for process in processes):
+                    break
+                continue
+            ended += values is None
+            found |= {} if values is None else {rank: values}
     return dict(sorted(found.items()))
 
 

@@ -12,7 +12,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,31 @@ def parts_of_an_iteration(engine: Any, requests: list[SampleRequest], tokens: in
 
     spent: dict[str, list[float]] = {}
     owners = {"scheduler": engine.pair.ep.scheduler, "runner": engine.pair.ep.runner, "front": RequestFront}
-    replaced = []
-    for owner, names in PARTS.items():
-        for name in names:
-            original = getattr(owners[owner], name)
-            timed = _timed(original, spent.setdefault(f"{owner}.{name.strip('_')}", []))
-            replaced.append((owners[owner], name, original, name in vars(owners[owner])))
-            setattr(owners[owner], name, timed)
-    try:
+    timed = [
+        (owners[owner], name, _timed(getattr(owners[owner], name), spent.setdefault(f"{owner}.{name.strip('_')}", [])))
+        for owner, names in PARTS.items()
+        for name in names
+    ]
+    with replaced(timed):
         engine.policy.config = PolicyConfig(kind="static_ep")
         engine.run_step(requests)
-    finally:
-        for owner_object, name, original, was_own in replaced:
-            if was_own:
-                setattr(owner_object, name, original)
-            else:
-                delattr(owner_object, name)
     return {name: 1e3 * statistics.median(values[-tokens + 4 : -4]) for name, values in spent.items()}
+
+
+@contextmanager
+def replaced(functions: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Each (owner, name, other) has `other` in its place inside the block."""
+    before = [(owner, name, getattr(owner, name), name in vars(owner)) for owner, name, _ in functions]
+    try:
+        for owner, name, other in functions:
+            setattr(owner, name, other)
+        yield
+    finally:
+        for owner, name, original, was_own in before:
+            if was_own:
+                setattr(owner, name, original)
+            elif name in vars(owner):
+                delattr(owner, name)
 
 
 def _timed(original: Callable[..., Any], into: list[float]) -> Callable[..., Any]:

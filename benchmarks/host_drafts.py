@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.host import replaced
 from moebius.engine.config import TailConfig
 from moebius.engine.types import SampleKey, SampleRequest
 from moebius.rollout.bench.results import make_results
@@ -84,20 +85,14 @@ def _places(engine: Any) -> dict[str, list[tuple[Any, str]]]:
 def parts_of_an_iteration(engine: Any, mode: str, requests: list[SampleRequest]) -> dict[str, float]:
     """Median microseconds by part in the middle of a step, and drafted and accepted tokens per request."""
     drafting.set_mode(engine, mode)
-    clock, replaced = Clock(), []
-    for part, places in _places(engine).items():
-        for (owner, name), told in zip(places, PARTS[part], strict=True):
-            original = getattr(owner, name)
-            replaced.append((owner, name, original, name in vars(owner)))
-            setattr(owner, name, clock.around(f"{part}.{told.strip('_')}", original))
-    try:
+    clock = Clock()
+    timed = [
+        (owner, name, clock.around(f"{part}.{told.strip('_')}", getattr(owner, name)))
+        for part, places in _places(engine).items()
+        for (owner, name), told in zip(places, PARTS[part], strict=True)
+    ]
+    with replaced(timed):
         outcome = work.run(engine, work.TP, requests)
-    finally:
-        for owner, name, original, was_own in replaced:
-            if was_own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
     found = {}
     for name, values in clock.spent.items():
         middle = values[len(values) // 4 : -(len(values) // 4) or None]

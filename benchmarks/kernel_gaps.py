@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
-from benchmarks.graph_times import microseconds_per_call
+from benchmarks.gpu_ranks import gpu_ranks, join_ranks
 from moebius.kernels.cuda_calls import driver
 from moebius.kernels.cuda_memory import MemoryCalls
 from moebius.kernels.direct import DirectMover
 from moebius.kernels.experts import Copy2d, copy_2d
+from moebius.kernels.graph_times import capture_small_kernels, microseconds_per_call
 from moebius.kernels.peers import PeerMap, gather_of
 from moebius.kernels.signals import Signals
 from moebius.kernels.virtual import VirtualMemory
@@ -73,18 +72,6 @@ class _Private(MemoryCalls):
         return properties
 
 
-def _capture(numbers: torch.Tensor, kernels: int = KERNELS) -> torch.cuda.CUDAGraph:
-    numbers.zero_()
-    numbers.add_(1)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(kernels):
-            numbers.add_(1)
-    graph.replay()
-    return graph
-
-
 def _map(case: str, rank: int, nbytes: int) -> list[Any]:
     """Map what the case asks for; what is returned keeps it."""
     device = torch.device("cuda", rank)
@@ -131,21 +118,19 @@ def _map(case: str, rank: int, nbytes: int) -> list[Any]:
 
 
 def _run(rank: int, ranks: int, port: int, case: str, nbytes: int, queue: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("gloo")
+    join_ranks(rank, ranks, port)
     late = case.startswith("late_")
     where = case.removeprefix("late_").removeprefix("many_").removeprefix("many") or "nothing"
     kept: list[Any] = [] if late else _map(where, rank, nbytes)
     memory = next((part for part in kept if isinstance(part, torch.Tensor)), None)
     if "many" in case:
-        kept += [_capture(torch.empty(4096, device="cuda"), 100) for _ in range(OTHERS)]
+        kept += [capture_small_kernels(torch.zeros(4096, device="cuda"), 100) for _ in range(OTHERS)]
     graphs = {}
     for size, elements in SIZES.items():
         used = memory.view(torch.uint8).flatten()[: 4 * elements].view(torch.float32) if memory is not None else None
         if not case.startswith("used") or used is None:
             used = torch.empty(elements, device="cuda")
-        graphs[size] = _capture(used)
+        graphs[size] = capture_small_kernels(used.zero_(), KERNELS)
         kept.append(used)
     if late:
         kept.append(_map(where, rank, nbytes))
@@ -162,21 +147,8 @@ def _run(rank: int, ranks: int, port: int, case: str, nbytes: int, queue: Any) -
 
 def measure(case: str, ranks: int, nbytes: int) -> dict[int, dict[str, float]]:
     """Microseconds per kernel by rank and by name of `SIZES`."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=_run, args=(r, ranks, port, case, nbytes, queue)) for r in range(ranks)]
-    for process in processes:
-        process.start()
-    try:
+    with gpu_ranks(_run, ranks, case, nbytes) as (queue, processes):
         return dict(sorted(queue.get(timeout=90) for _ in processes))
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +23,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
+from benchmarks.gpu_ranks import gpu_ranks, join_ranks
 from moebius.engine.layout import Layout
 from moebius.engine.memory import SlotSizes, UnifiedBuffer
 from moebius.kernels.direct import DirectMover
@@ -386,10 +385,8 @@ def measure(bench: Bench, names: list[str], say: Callable[[str], None]) -> tuple
 
 
 def _run(rank: int, ranks: int, port: int, shape: Shape, rounds: int, names: list[str], queue: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     try:
-        torch.cuda.set_device(rank)
-        dist.init_process_group("gloo")
+        join_ranks(rank, ranks, port)
         begun = time.perf_counter()
 
         def say(line: str) -> None:
@@ -414,16 +411,7 @@ def _run(rank: int, ranks: int, port: int, shape: Shape, rounds: int, names: lis
 
 def run(ranks: int, shape: Shape, rounds: int, names: list[str], limit_s: float) -> tuple[dict[str, float], list[str]]:
     """Numbers and table of all ranks' run. Raises RuntimeError with the first rank's problem."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = (ranks, port, shape, rounds, names, queue)
-    processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    try:
+    with gpu_ranks(_run, ranks, shape, rounds, names) as (queue, processes):
         found = {}
         for _ in processes:
             rank, result, problem = queue.get(timeout=limit_s)
@@ -431,11 +419,6 @@ def run(ranks: int, shape: Shape, rounds: int, names: list[str], limit_s: float)
                 raise RuntimeError(f"rank {rank}: {problem}")
             found[rank] = result
         return found[0]
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
 
 
 def main() -> None:

@@ -94,7 +94,8 @@ class MoebiusEngine:
         self.inbox = Inbox()  # may be used from any thread
         self._aborts = AbortBox(self.inbox)
         self._parked: list[ParkedSample] = []  # unfinished samples of earlier steps that this rank answers for
-        kernel_us = settle(self.pair.buffer.storage.device)  # after all captures, before anything is measured
+        # After all captures, before anything is measured.
+        kernel_us = [] if config.enforce_eager else settle(self.pair.buffer.storage.device)
         known = costs_at_start(self)
         self.policy.costs, self.policy.config = known.costs, resolved(config.policy, known.costs)
         if self.switcher.drafts is not None:

@@ -7,6 +7,7 @@ import statistics
 
 import torch
 
+from moebius.kernels.graph_times import capture_small_kernels, microseconds_per_call
 from moebius.kernels.visitor import send_visitor
 
 _KERNELS, _REPLAYS, _ROUNDS = 500, 10, 3
@@ -21,14 +22,7 @@ def settle(device: torch.device) -> list[float]:
     """
     if device.type != "cuda":
         return []
-    numbers = torch.zeros(4096, device=device)
-    numbers.add_(1)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_KERNELS):
-            numbers.add_(1)
-    graph.replay()
+    graph = capture_small_kernels(torch.zeros(4096, device=device), _KERNELS)
     before = _microseconds(graph)
     problem = send_visitor(torch.cuda.current_device() if device.index is None else device.index)
     if problem is not None:
@@ -37,14 +31,4 @@ def settle(device: torch.device) -> list[float]:
 
 
 def _microseconds(graph: torch.cuda.CUDAGraph) -> float:
-    found = []
-    for _ in range(_ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(_REPLAYS):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(1e3 * begin.elapsed_time(end) / (_REPLAYS * _KERNELS))
-    return statistics.median(found)
+    return statistics.median(microseconds_per_call(graph, _KERNELS, replays=_REPLAYS, rounds=_ROUNDS))

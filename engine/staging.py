@@ -39,7 +39,9 @@ class Staging:
         self._is_auto = config.prepare == "auto"
         self.why_not = self._obstacle(config)
         if self.why_not is None:
-            self._reserve = Reserve(pair.ep.scheduler.kv_cache_manager.block_pool, self._fewest(self._most_pages())[0])
+            most = self._most_pages()
+            fewest, _ = self._fewest(most, self._rooms(most))
+            self._reserve = Reserve(pair.ep.scheduler.kv_cache_manager.block_pool, fewest)
         elif config.prepare == "on":
             raise ValueError(f"engine.prepare is on, but a switch cannot be prepared: {self.why_not}")
 
@@ -85,9 +87,10 @@ class Staging:
         left = ep.free_pages - max(_SPARE_PAGES * ep.scheduler.get_num_unfinished_requests(), used // _GROWTH)
         pages = torch.tensor([max(0, min(self._reserve.free_run(), left))])
         dist.all_reduce(pages, op=dist.ReduceOp.MIN, group=self._group)
-        fewest, rooms = self._fewest(int(pages.item()))
-        if len(rooms) < self._least():
+        found = self._rooms(int(pages.item()))
+        if len(found) < self._least():
             return False
+        fewest, rooms = self._fewest(int(pages.item()), found)
         self._reserve.withdraw(fewest)
         self._staged, self.layers = rooms, len(rooms)
         self._mover.begin_staging()
@@ -158,9 +161,8 @@ class Staging:
         usable = self._pair.ep.usable_pages
         return usable // 2 if self._is_auto else usable - 1
 
-    def _fewest(self, pages: int) -> tuple[int, list[Room]]:
-        """About the fewest pages that hold as many layers as `pages` do, and the rooms in them."""
-        rooms = self._rooms(pages)
+    def _fewest(self, pages: int, rooms: list[Room]) -> tuple[int, list[Room]]:
+        """About the fewest pages that hold as many layers as `pages` do, and the rooms in them; `rooms` are theirs."""
         slots, fewest = len(self._pair.ep.kv) * self._page_bytes(), 0
         held = sum(room.nbytes for room in rooms)
         while (fewest := max(-(-held // slots), fewest + fewest // 64 + 1)) < pages:  # rows leave gaps

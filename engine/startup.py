@@ -59,7 +59,7 @@ class Startup:
     runtimes: list[RuntimeStartup] = field(default_factory=list)  # in the order they were built
     calibration_s: float = 0.0  # within other_s: measuring iterations and switches for the policy
     costs: str = ""  # where the policy's costs come from, in words
-    # Microseconds per small kernel of a CUDA graph before and after `moebius.engine.settle`; empty without a GPU.
+    # Microseconds per small kernel of a CUDA graph before and after `moebius.engine.settle`; empty without CUDA graphs.
     kernel_us: list[float] = field(default_factory=list)
 
 

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from moebius.engine.types import SampleKey, SamplePiece, StepOutcome
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, as_the_caller_raised, callers
+from moebius.rollout.step_block import StepBlock
 from moebius.rollout.step_ranks import Look, StepOnRanks, parked_on
 from moebius.rollout.stream import OnProgress
 from moebius.rollout.suspicion import Suspicion
@@ -24,7 +24,7 @@ ABORT_S = 60.0  # for ranks to end a step after an abort
 _log = logging.getLogger(__name__)
 
 
-class OpenStep(StepOnRanks):
+class OpenStep(StepOnRanks, StepBlock):
     """Made by `RolloutGroup.open_step`; use it as a context manager, or call `close()`.
 
     Prompts get numbers in the order they are submitted, from 0. Sample seeds depend on the step, that number and the
@@ -193,18 +193,6 @@ class OpenStep(StepOnRanks):
         have ended. Raises as `close`.
         """
         self._end("park_step")
-
-    def __enter__(self) -> OpenStep:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            if kind is not None and not self._closed:
-                self.abort()
-            self.close()
-        except BaseException:
-            self.break_off()
-            raise
 
     def break_off(self) -> None:
         """End the step if it still runs, without its results: its samples are dropped, those of earlier steps kept."""

@@ -89,7 +89,7 @@ class RankStart(_Part):
     kernel_us: list[float] = Field(
         default_factory=list,
         description="Microseconds per small kernel of a CUDA graph, before and after another process used the GPU for "
-        "a moment at the end of the start; empty without a GPU.",
+        "a moment at the end of the start; empty without CUDA graphs.",
     )
     runtimes: list[RuntimeStart] = Field(description="The runtimes in the order they were built.")
     memory: Memory = Field(description="Where the memory goes.")

@@ -63,7 +63,7 @@ class SharedLanes:
         self._queue: deque[PromptGroup] = deque([*older, *own])
         self._suspicion = Suspicion()
         self._filled = False  # the burst is in
-        self._closed = False
+        self._closed: bool = False
         self._parts: list[Part] = []
         self._ended: dict[SampleKey, Sample] = {}
         self._fresh: list[tuple[SampleKey, Sample]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from moebius.engine.types import SampleKey, SamplePiece
@@ -14,6 +13,7 @@ from moebius.rollout.batch import Prompt
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
 from moebius.rollout.failure_types import Loss
 from moebius.rollout.shared_lanes import SharedLanes
+from moebius.rollout.step_block import StepBlock
 from moebius.rollout.types import Rollout, Sample, Sampling
 from moebius.rollout.worker import Progress
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POLL_S = 0.01
 
 
-class SharedStep(SharedLanes):
+class SharedStep(SharedLanes, StepBlock):
     """Made by `RolloutReplicas.open_step`; used as an OpenStep, with the same numbers, seeds and samples.
 
     A replica gets as many prompts as it can decode; the others wait in a queue and go to whoever has room first. While
@@ -195,15 +195,3 @@ class SharedStep(SharedLanes):
     def park(self) -> None:
         """See OpenStep.park. Prompts that no replica had begun wait for the next step, too."""
         self._end(lambda step: step.park())
-
-    def __enter__(self) -> SharedStep:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            if kind is not None and not self._closed:
-                self.abort()
-            self.close()
-        except BaseException:
-            self.break_off()
-            raise

@@ -318,7 +318,7 @@ def capacity(engine: Ours | Stock) -> Capacity:
 
 
 def kernel_us(engine: Ours | Stock) -> list[float]:
-    """Microseconds per small kernel of a graph before and after `engine.settle`; empty for stock, and on CPU."""
+    """Microseconds per small kernel of a graph before and after `engine.settle`; empty for stock and without graphs."""
     return engine.engine.startup.kernel_us if isinstance(engine, Ours) else []
 
 

@@ -280,6 +280,14 @@ class Memory:
     def write_row(self, copy: Copy2d, row: int, content: np.ndarray) -> None:
         self.at(copy.dst + row * copy.dst_pitch, copy.width)[:] = content
 
+    def copying(self, copy: Copy2d) -> Iterator[None]:
+        """The same row by row, each read and written at moments of the caller's choice."""
+        for row in range(copy.rows):
+            content = self.read_row(copy, row)
+            yield
+            self.write_row(copy, row, content)
+            yield
+
     def copy_2d(self, copy: Copy2d) -> None:
         """What cudaMemcpy2D does, and its demand that rows do not overlap."""
         assert copy.width <= copy.src_pitch and copy.width <= copy.dst_pitch

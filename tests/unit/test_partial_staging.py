@@ -221,7 +221,7 @@ class Devices:
         pending: list[Iterator[None]] = []
         for what, value in [*ops, ("order", None)]:
             if what == "copy":
-                pending.append(self._copy(value))
+                pending.append(self.memory.copying(value))
                 continue
             while pending:
                 copy = self.rng.choice(pending)
@@ -254,13 +254,6 @@ class Devices:
             for start, end in (experts, *also):
                 found, wanted = (s[start:end] for s in (self.storages[rank].view(torch.uint8), self.before[rank]))
                 self.unharmed &= torch.equal(found, wanted)
-            yield
-
-    def _copy(self, copy: Copy2d) -> Iterator[None]:
-        for row in range(copy.rows):
-            content = self.memory.read_row(copy, row)
-            yield
-            self.memory.write_row(copy, row, content)
             yield
 
     def _raise(self, rank: int, step: int) -> None:

@@ -61,7 +61,7 @@ class Devices:
         for step, copies in enumerate(program, start=1):
             if self.early:
                 self._raise(rank, step)
-            pending = [self._copy(copy) for copy in copies]
+            pending = [self.memory.copying(copy) for copy in copies]
             while pending:
                 copy = self.rng.choice(pending)
                 if next(copy, "done") == "done":
@@ -74,13 +74,6 @@ class Devices:
             ):
                 yield
         self.finished[rank] = True
-
-    def _copy(self, copy: Copy2d) -> Iterator[None]:
-        for row in range(copy.rows):
-            content = self.memory.read_row(copy, row)
-            yield
-            self.memory.write_row(copy, row, content)
-            yield
 
     def _raise(self, rank: int, step: int) -> None:
         for peer in range(self.ranks):
