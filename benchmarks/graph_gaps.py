@@ -1,6 +1,7 @@
-"""What makes captured kernels follow each other more slowly, and what makes them fast again. Needs two GPUs, 30 s.
+"""What makes captured kernels follow each other more slowly, and what makes them fast again. Takes 30 s.
 
     python -m benchmarks.graph_gaps --out docs/benchmarks/graph_gaps_x2.json
+    python -m benchmarks.graph_gaps --ranks 1 --out docs/benchmarks/graph_gaps_x1.json    # without what needs a peer
 
 One process per GPU times a graph of small kernels after each of a row of events: more graphs captured, memory taken,
 memory mapped for the peer, new streams, a second context of this process, other processes on the GPU. Before what
@@ -122,8 +123,9 @@ def _run(rank: int, ranks: int, port: int, queue: Any) -> None:
     walk.after("cudaMalloc", lambda: torch.empty(4 << 30, dtype=torch.uint8, device="cuda"))
     walk.after("streams", _streams)
     walk.after("visitor", lambda: print(send_visitor(rank) or "", end=""))
-    walk.after("memory mapped for the peer", lambda: _shared(rank))
-    walk.after("mover", lambda: _mover(rank))
+    if ranks > 1:
+        walk.after("memory mapped for the peer", lambda: _shared(rank))
+        walk.after("mover", lambda: _mover(rank))
     walk.slow_down("another process")
     other = subprocess.Popen([sys.executable, "-c", _CONTEXT, str(rank)], stdout=subprocess.PIPE)
     assert other.stdout is not None
@@ -176,7 +178,7 @@ def main() -> None:
             print(f"rank {rank} {event:42s} {us:7.3f} us per kernel")
     make_results(
         options.out.stem,
-        command=f"python -m benchmarks.graph_gaps --out {options.out.name}",
+        command=f"python -m benchmarks.graph_gaps --ranks {options.ranks} --out {options.out.name}",
         options={"ranks": options.ranks, "kernels": KERNELS, "others": OTHERS},
         results=numbers,
         series={f"rank {rank}": [{"event": event, "us": us} for event, us in values] for rank, values in found.items()},

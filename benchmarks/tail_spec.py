@@ -2,6 +2,7 @@
 
     python -m benchmarks.arithmetic_model runs/arithmetic
     python -m benchmarks.tail_spec --model runs/arithmetic                        # two GPUs
+    python -m benchmarks.tail_spec --model runs/arithmetic --ranks 1 --out runs/tail_spec_x1.json
     python -m benchmarks.tail_spec --model runs/tiny --tiny --out runs/tail.json  # CPU, to see that it works
 
 Three parts; each figure says which it comes from. Engines that are compared are up together and take turns.
@@ -74,7 +75,7 @@ class Run:
         return EngineConfig(**self.base, **more, policy=policy, tail=tail)
 
     def fleet(self, settings: EngineConfig, logs: Path, name: str) -> Fleet:
-        """Engines of all ranks."""
+        """Engines of all ranks, which are still starting: see `wait`."""
         ranks = self.chosen.ranks
         devices = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
         setup = RankSetup(settings, 0, ranks, self.chosen.device, devices.split(","), 0, "")
@@ -84,10 +85,7 @@ class Run:
             "VLLM_TUNED_CONFIG_FOLDER": str(moe_config_folder()),
             "HF_HUB_OFFLINE": "1",
         }
-        started = time.perf_counter()
-        fleet = Fleet(name, [common] * ranks, make, settings, logs=logs)
-        say(f"{name}: {ranks} ranks started in {time.perf_counter() - started:.0f} s")
-        return fleet
+        return Fleet(name, [common] * ranks, make, settings, logs=logs, wait=False)
 
     def write(self) -> dict[str, Any]:
         """Write what there is; returns the results."""
@@ -101,6 +99,12 @@ class Run:
 def say(words: str) -> None:
     """A line with the time."""
     print(f"{time.strftime('%H:%M:%S')} {words}", flush=True)
+
+
+def wait(fleet: Fleet) -> None:
+    """Until its engines are up."""
+    fleet.wait_until_ready()
+    say(f"{fleet.name}: {len(fleet)} ranks, up after {fleet.start_seconds:.0f} s")
 
 
 class Clock:
@@ -121,6 +125,8 @@ def with_trained(run: Run, logs: Path) -> None:
         model = {"model": str(chosen.model)}
         off = stack.enter_context(run.fleet(run.settings("off", **model), logs, "off"))
         drafts = stack.enter_context(run.fleet(run.settings("siblings", **model), logs, "drafts"))
+        for fleet in (off, drafts):
+            wait(fleet)
         clock = Clock(chosen.seconds)
         batches = tuple(b for b in (1, 8, 32, 128) if b <= chosen.threshold) or (1,)
         say("costs " + drafts.call(measure, str(logs / "costs"), batches)[0])
@@ -185,6 +191,7 @@ def shape(run: Run, logs: Path) -> None:
     found = run.found.setdefault("shape", {})
     sizes = {} if chosen.device == "cpu" else {"capture_sizes": [1, 2, 4, *(b for b in chosen.batches if b > 4)]}
     with run.fleet(run.settings("siblings", **model, **sizes), logs, "shape") as engines:
+        wait(engines)
         found["memory"] = dict(engines.call(memory)[0])
         clock = Clock(chosen.seconds)
         lengths = sorted({1, 2, 3, chosen.draft_tokens} & set(range(1, chosen.draft_tokens + 1)))

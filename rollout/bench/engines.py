@@ -27,21 +27,21 @@ from moebius.rollout.rank_setup import DEFAULT_ENVIRONMENT, RankSetup, rank_envi
 Kind = Literal["moebius", "stock_tp", "stock_ep", "stock_dp_tp", "stock_tp_ep", "stock_mp"]
 SET_BY_FLEET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MOEBIUS_GROUP_ID")
 OWN_CHOICES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_KV_CACHE_LAYOUT")  # of our engine: stock keeps vLLM's defaults
-FLAGS = ("eager", "triton", "tuned", "seeded")
+FLAGS = ("eager", "triton", "untuned", "seeded")
 BATCHED_TOKENS = 8192  # per iteration where the configuration leaves it open: what `vllm serve` takes on large GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine by name: a kind, and `+eager` (no CUDA graphs); after a stock kind also what ours always has:
-    `+triton` (its MoE backend), `+tuned` (its kernel configurations) or `+seeded`. After `moebius` may follow settings
-    that differ from those of the benchmark, as `moebius:mover=collective:memory=plain`.
+    """An engine by name: a kind, and `+eager` (no CUDA graphs); after a stock kind also `+triton` (the MoE backend that
+    ours always has), `+seeded` (so has ours), or `+untuned` (without the kernel configurations that come with ours).
+    After `moebius` may follow settings that differ from those of the benchmark, as `moebius:mover=collective`.
     """
 
     kind: Kind
     eager: bool = False
     triton: bool = False
-    tuned: bool = False
+    untuned: bool = False
     seeded: bool = False
     settings: tuple[str, ...] = ()  # of `engine`, as "mover=collective"
 
@@ -55,8 +55,8 @@ class EngineSpec:
         allowed = ("eager",) if kind == "moebius" else FLAGS
         if not set(options) <= set(allowed):
             raise BadInput(
-                f"engine '{name}': after a kind may follow +eager, and after a stock kind also +triton, +tuned or "
-                "+seeded (ours always uses Triton's experts, its own tuning of them, and a seed per sample)"
+                f"engine '{name}': after a kind may follow +eager, and after a stock kind also +triton, "
+                "+untuned or +seeded (ours always uses Triton's experts, its own tuning of them, and a seed per sample)"
             )
         if settings and (kind != "moebius" or not all("=" in setting for setting in settings)):
             raise BadInput(f"engine '{name}': only moebius takes settings, each as :name=value")
@@ -169,8 +169,8 @@ def environments(spec: EngineSpec, setup: BenchSetup) -> list[dict[str, str]]:
     # As the product runs its ranks; what the fleet sets itself is left to it.
     own = rank_environment(RankSetup(setup.engine, 0, setup.ranks, setup.device, devices, 0, ""))
     own = {name: value for name, value in own.items() if name not in SET_BY_FLEET}
+    defaults = {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
     if spec.kind == "moebius":
-        defaults = {name: os.environ.get(name, value) for name, value in DEFAULT_ENVIRONMENT.items()}
         return [defaults | own for _ in range(setup.ranks)]
     common = {name: value for name, value in own.items() if name not in OWN_CHOICES} | {"HF_HUB_OFFLINE": "1"}
     if importlib.util.find_spec("flashinfer") is not None:
@@ -178,8 +178,8 @@ def environments(spec: EngineSpec, setup: BenchSetup) -> list[dict[str, str]]:
     # Compiled code contains names of process groups that are no part of the cache's keys: a cache per engine.
     root = os.environ.get("VLLM_CACHE_ROOT", os.path.expanduser("~/.cache/vllm"))
     common["VLLM_CACHE_ROOT"] = os.path.join(root, "moebius-bench", spec.kind)
-    if spec.tuned:
-        common["VLLM_TUNED_CONFIG_FOLDER"] = DEFAULT_ENVIRONMENT["VLLM_TUNED_CONFIG_FOLDER"]
+    if not spec.untuned:  # what is compared is the engines, not who has tables for this GPU
+        common["VLLM_TUNED_CONFIG_FOLDER"] = defaults["VLLM_TUNED_CONFIG_FOLDER"]
     if spec.kind == "stock_mp":
         return [common | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}]
     return [common | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} for _ in range(setup.ranks)]

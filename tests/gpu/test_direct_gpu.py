@@ -27,7 +27,7 @@ from tests.unit.direct_model import Shape, Slots
 pytestmark = pytest.mark.gpu
 
 RANKS = 2
-ROUNDS = 20
+ROUNDS = int(os.environ.get("MOEBIUS_TEST_ROUNDS", "20"))  # fewer under compute-sanitizer
 SHAPE = Shape(
     RANKS, layers=6, experts_per_rank=8, hidden=512, columns_per_rank=128, kv_heads=4, ep_pages=128, page=(16, 256)
 )

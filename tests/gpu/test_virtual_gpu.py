@@ -35,7 +35,7 @@ from tests.unit.direct_model import Shape, Slots
 pytestmark = pytest.mark.gpu
 
 RANKS = 2
-ROUNDS = 4
+ROUNDS = int(os.environ.get("MOEBIUS_TEST_ROUNDS", "4"))  # fewer under compute-sanitizer
 # Slots of 6 and 4 MiB.
 SHAPE = Shape(
     RANKS, layers=6, experts_per_rank=8, hidden=512, columns_per_rank=128, kv_heads=4, ep_pages=128, page=(16, 256)

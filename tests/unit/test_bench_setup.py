@@ -40,7 +40,7 @@ runner = CliRunner()
         "moebius",
         "moebius+eager",
         "stock_tp",
-        "stock_ep+triton+tuned+seeded",
+        "stock_ep+triton+untuned+seeded",
         "stock_dp_tp",
         "stock_tp_ep",
         "stock_mp",
@@ -90,9 +90,11 @@ def test_stock_keeps_vllm_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_KV_CACHE_LAYOUT"} <= ours.keys()
     assert not {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_KV_CACHE_LAYOUT"} & tp.keys()
     assert tp["VLLM_CACHE_ROOT"] != ep["VLLM_CACHE_ROOT"]
-    tuned = environments(EngineSpec.parse("stock_tp+tuned"), CUDA)[0]
-    assert "VLLM_TUNED_CONFIG_FOLDER" not in tp
-    assert tuned["VLLM_TUNED_CONFIG_FOLDER"] == ours["VLLM_TUNED_CONFIG_FOLDER"]
+    assert tp["VLLM_TUNED_CONFIG_FOLDER"] == ours["VLLM_TUNED_CONFIG_FOLDER"], "both have the same kernels"
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in environments(EngineSpec.parse("stock_tp+untuned"), CUDA)[0]
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "/elsewhere")
+    for kind in ("moebius", "stock_tp"):
+        assert environments(EngineSpec.parse(kind), CUDA)[0]["VLLM_TUNED_CONFIG_FOLDER"] == "/elsewhere"
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 512, 600, 1024, 1025, 2048, 5000])

@@ -1,4 +1,4 @@
-"""The search of benchmarks/tune_moe.py, with made-up costs; the measurement itself needs a GPU."""
+"""The search of benchmarks/tune_moe.py, with made-up costs, and the tables it made; measuring needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from moebius.engine.startup import moe_config_folder
 
 ROOT = Path(__file__).parents[2]
 BEST = {
@@ -113,6 +115,43 @@ def test_vllm_finds_the_file(tune, tmp_path, monkeypatch):
         assert fused_moe.get_moe_configs(61, 767, None) == {8: START}
     finally:
         fused_moe.get_moe_configs.cache_clear()
+
+
+SHIPPED = sorted(path for path in moe_config_folder().glob("E=*.json") if "provenance" not in path.name)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_tables(tune, path, monkeypatch):
+    """vLLM takes each for the shape in its name, and it is what its provenance says was measured and faster."""
+    fused_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.fused_moe")
+    side = json.loads(path.with_name(path.stem + ".provenance.json").read_text())
+    problem = side["problem"]
+    monkeypatch.setattr(fused_moe, "get_device_name_as_file_name", lambda: side["device"].replace(" ", "_"))
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(path.parent))
+    assert fused_moe.get_config_file_name(problem["experts"], problem["intermediate"], None) == path.name
+    fused_moe.get_moe_configs.cache_clear()
+    try:
+        taken = fused_moe.get_moe_configs(problem["experts"], problem["intermediate"], None)
+    finally:
+        fused_moe.get_moe_configs.cache_clear()
+    assert taken == {r["tokens"]: r["config"] for r in side["results"]}
+    assert sorted(taken) == sorted(tune.TOKENS)
+    for r in side["results"]:
+        assert r["us"] <= r["baseline_us"] and (r["config"] == r["baseline"]) == (r["us"] == r["baseline_us"])
+        assert tune.fits(r["config"], 227 << 10, 2), "more shared memory than an H200 has"
+
+
+def test_both_layouts_of_the_shapes_have_a_table(tune, monkeypatch):
+    """On H200, the machine of the benchmarks: ours, or one that vLLM ships."""
+    fused_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.fused_moe")
+    monkeypatch.setattr(fused_moe, "get_device_name_as_file_name", lambda: "NVIDIA_H200")
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(moe_config_folder()))
+    fused_moe.get_moe_configs.cache_clear()
+    for shape, ranks in (("qwen3-30b-a3b", 2), ("qwen3-30b-a3b", 8), ("qwen3-235b-a22b", 8)):
+        for layout in ("EP", "TP"):
+            p = tune.from_model(ROOT / "configs" / "shapes" / shape, ranks, layout, "bfloat16")
+            assert fused_moe.get_moe_configs(p.experts, p.intermediate, None), (shape, ranks, layout)
+    fused_moe.get_moe_configs.cache_clear()
 
 
 @pytest.mark.parametrize(
