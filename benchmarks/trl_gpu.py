@@ -5,7 +5,8 @@
 
 The server's ranks take the first two GPUs. The trainer takes the third; where there is none, it shares GPU 0 with a
 rank: NCCL refuses that unless the two seem to be on different hosts (NCCL_HOSTID), and then goes over sockets, so that
-seconds of updates say nothing about NVLink there. Writes trl_x2.json, and beside it both sides' logs and step reports.
+seconds of updates say nothing about NVLink there. With one GPU all three share it (benchmarks/shared_gpu.py), and no
+seconds say anything. Writes trl_x2.json, or trl_shared_x1.json, and beside it both sides' logs and step reports.
 How far log-probabilities differ by rounding alone is measured beside (benchmarks/logprob_floor.py).
 """
 
@@ -32,12 +33,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.logprob_floor import Floor
+from benchmarks.shared_gpu import SharedGpu, results_name
+from moebius.rollout.bench.engines import visible_devices
 from moebius.rollout.bench.results import make_results
 from moebius.rollout.demo_assets import make_tiny_model, math_reward
 from moebius.rollout.report_types import StepReport
 
 ROOT = Path(__file__).parents[1]
 STEPS, PROMPTS, N = 3, 16, 8
+STARTED = time.monotonic()
 # Tokens that end a sample, besides the model's own: the random model hardly ever does.
 STOPS = {"cpu": list(range(300, 308)), "cuda": list(range(320, 328))}
 SHOWN = {
@@ -55,9 +59,10 @@ SHOWN = {
 
 
 def train(model: str, url: str, out: Path, device: str) -> None:
-    """TRL's own trainer and client; only what it does is timed. Writes out/trainer.json."""
+    """TRL's own trainer and client; only what it does is timed. Writes out/trainer.json after every step."""
     import torch
     from datasets import Dataset
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     if device == "cpu":
@@ -104,12 +109,16 @@ def train(model: str, url: str, out: Path, device: str) -> None:
         original()
         updates.append(time.perf_counter() - began)
 
+    class Writer(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            entries = [entry for entry in state.log_history if "grad_norm" in entry]
+            sent = [{"update_s": seconds, "update_gb": nbytes / 1e9} for seconds in updates]
+            steps = [entry | update for entry, update in zip(entries, sent, strict=False)]
+            (out / "trainer.json").write_text(json.dumps(steps), encoding="utf-8")
+
     trainer.vllm_generation.sync_weights = timed
+    trainer.add_callback(Writer())
     trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    for step, seconds in zip(steps, updates, strict=False):
-        step |= {"update_s": seconds, "update_gb": nbytes / 1e9}
-    (out / "trainer.json").write_text(json.dumps(steps), encoding="utf-8")
 
 
 def _reward(completions: list[Any], answer: list[str], **others: Any) -> list[float]:
@@ -131,8 +140,8 @@ def _gloo_in_place_of_nccl() -> None:
 # ---- both sides -----------------------------------------------------------------------------------------------------
 
 
-def settings(model: Path, device: str, out: Path) -> dict[str, Any]:
-    """Of the server."""
+def settings(model: Path, device: str, out: Path, shared: bool = False) -> dict[str, Any]:
+    """Of the server. `shared`: its ranks share a GPU."""
     small = device == "cpu"
     engine = {
         "model": str(model),
@@ -141,6 +150,7 @@ def settings(model: Path, device: str, out: Path) -> dict[str, Any]:
         "max_num_seqs": PROMPTS * N,
         "kv_cache_bytes": (32 << 20) if small else (2 << 30),
         "enforce_eager": True,
+        "custom_all_reduce": not shared,
         "policy": {"kind": "rollout", "threshold": PROMPTS * N // 4},
     }
     service = {"reports": str(out / "reports"), "idle_s": 0.5, "quiet_s": 0.2}
@@ -148,13 +158,16 @@ def settings(model: Path, device: str, out: Path) -> dict[str, Any]:
             "service": service}  # fmt: skip
 
 
-def environments(device: str, gpus: int) -> tuple[dict[str, str], dict[str, str]]:
+def environments(device: str, gpus: int, shared: SharedGpu | None = None) -> tuple[dict[str, str], dict[str, str]]:
     """Variables of the server's process and of the trainer's."""
     common = os.environ | {"VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1", "RAY_memory_monitor_refresh_ms": "0"}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     common |= {"PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     if device == "cpu":
         return common, common
+    if shared is not None:
+        common = shared.environment(common)
+        return common, common | {"CUDA_VISIBLE_DEVICES": shared.gpu}
     server, trainer = common | {"CUDA_VISIBLE_DEVICES": "0,1"}, common | {"CUDA_VISIBLE_DEVICES": "2"}
     if gpus < 3:
         over_loopback = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -187,12 +200,17 @@ def stop(process: subprocess.Popen[bytes]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Server, then trainer. Returns the trainer's steps and the server's step reports."""
-    import torch
+def time_is_up(*_: Any) -> None:
+    """Handler of SIGTERM: as if the trainer's limit were over, so that the steps it came to are written."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise subprocess.TimeoutExpired("all", time.monotonic() - STARTED)
 
+
+def run(options: argparse.Namespace, shared: SharedGpu | None) -> dict[str, Any]:
+    """Server, then trainer. Returns the trainer's steps and the server's step reports."""
     out: Path = options.out.resolve()
     shutil.rmtree(out / "reports", ignore_errors=True)
+    (out / "trainer.json").unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="mt", dir="/tmp"))
     sizes: dict[str, Any] = {"num_layers": 2, "heads": 2, "hidden": 64, "moe_intermediate": 32}
@@ -202,9 +220,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "layer_std": 0.02,
         }  # fmt: skip
     model = make_tiny_model(scratch / "model", max_len=512, **sizes)
-    (out / "serve.yaml").write_text(yaml.safe_dump(settings(model, options.device, out)), encoding="utf-8")
-    serving, training = environments(options.device, torch.cuda.device_count())
+    serve_settings = settings(model, options.device, out, shared is not None)
+    (out / "serve.yaml").write_text(yaml.safe_dump(serve_settings), encoding="utf-8")
+    serving, training = environments(options.device, len(visible_devices()), shared)
     serve = [sys.executable, "-m", "moebius.rollout.cli", "serve", "--config", str(out / "serve.yaml"), "--port", "0"]
+    code, late = 0, ""
     with (out / "server.log").open("wb") as server_log, (out / "trainer.log").open("wb") as trainer_log:
         began = time.monotonic()
         server = subprocess.Popen(
@@ -217,23 +237,28 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             started = time.monotonic() - began
             command = [sys.executable, "-m", "benchmarks.trl_gpu", "--train", url, "--model", str(model)]
             command += ["--out", str(out), "--device", options.device]
-            code = subprocess.run(
-                command, cwd=ROOT, env=training, stdout=trainer_log, stderr=subprocess.STDOUT, timeout=options.limit,
-                check=False,
-            ).returncode  # fmt: skip
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=training, stdout=trainer_log, stderr=subprocess.STDOUT,
+                    timeout=options.limit, check=False,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired as error:
+                late = f"the trainer did not end within {error.timeout:.0f} s"
             rounding, problem = floor.result()
         finally:
             floor.end()
             stop(server)
             shutil.rmtree(scratch, ignore_errors=True)
-    if code:
+    if code or not (out / "trainer.json").exists():
         text = (out / "trainer.log").read_text(encoding="utf-8", errors="replace")
-        raise RuntimeError(f"the trainer ended with status {code}:\n{text[-3000:]}")
+        raise RuntimeError(f"{late or f'the trainer ended with status {code}'}:\n{text[-3000:]}")
     reports = [StepReport.model_validate_json(file.read_text()) for file in sorted((out / "reports").glob("*.json"))]
     drawn = [report for report in reports if report.counts.samples == PROMPTS * N]
     switches = [{"live": s.live, "pause_ms": s.pause_ms, "to": s.to} for report in drawn for s in report.switches]
     steps = json.loads((out / "trainer.json").read_text(encoding="utf-8"))
-    notes = [f"the difference by rounding alone was not measured: {problem}"] if problem else []
+    notes = [shared.note] if shared is not None else []
+    notes += [late] if late else []
+    notes += [f"the difference by rounding alone was not measured: {problem}"] if problem else []
     return {"steps": steps, "switches": switches, "startup_s": started, "floor": rounding, "notes": notes}
 
 
@@ -249,7 +274,13 @@ def main() -> None:
     if options.train:
         train(options.model, options.train, options.out, options.device)
         return
-    found = run(options)
+    signal.signal(signal.SIGTERM, time_is_up)
+    shared = SharedGpu.where_needed(options.device, 2)
+    try:
+        found = run(options, shared)
+    finally:
+        if shared is not None:
+            shared.close()
     steps, switches = found["steps"], found["switches"]
     table = Table(title=f"{len(steps)} steps, {len(switches)} switches, server up in {found['startup_s']:.0f} s")
     table.add_column("step", justify="right")
@@ -261,7 +292,7 @@ def main() -> None:
     results |= {"startup_s": found["startup_s"], "steps": float(len(steps)), "switches": float(len(switches))}
     results |= found["floor"]
     written = make_results(
-        "trl_x2",
+        results_name("trl", shared),
         command="python -m benchmarks.trl_gpu " + " ".join(sys.argv[1:]),
         options={"device": options.device, "prompts": PROMPTS, "samples": N},
         results=results,

@@ -3,10 +3,12 @@
     python -m benchmarks.verl_gpu --out runs/verl_x2
     python -m benchmarks.verl_gpu --out runs/verl_cpu --device cpu --runs moebius,static_ep     # shows that it works
 
+With one GPU only, the ranks share it (benchmarks/shared_gpu.py): that shows what is right, and no times.
+
 Each run is a job of examples/verl/smoke.sh with a random Qwen3-MoE of some hundred million parameters. All start at
 the same time, as starting is what takes long; they train one after the other, each with the GPUs' time to itself. The
 whole ends within --limit seconds, also when a job fails or hangs or it is terminated: what there is by then is written.
-Writes verl_x2.json, and beside it the jobs' logs.
+Writes verl_x2.json (verl_shared_x1.json where ranks share), and beside it the jobs' logs.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.logprob_floor import LONGEST_S, Floor
+from benchmarks.shared_gpu import SharedGpu, results_name
 from benchmarks.verl_jobs import Job, Shape, take_turns
 from moebius.rollout.bench.results import make_results
 
 RUNS = ("moebius", "static_ep", "static_tp", "vllm")
 ENDING_S = 20.0  # of the limit, to end jobs
 APART_S = 2.0  # between the starts of two jobs: each looks for free ports
+SHARED_PROMPTS = 8  # a step, where ranks share a GPU: all is several times slower there
 FLOOR = "floor_logprob_difference_mean"
 # The rows of the table: a name, and whose mean over the steps it is.
 SHOWN = {
@@ -101,6 +105,10 @@ class Comparison:
         self.floor: dict[str, float] = {}
         self.problems: list[str] = []
         self.path: Path | None = None  # of the results
+        self.shared = SharedGpu.where_needed(options.device, 2)
+        self.patience = options.patience
+        if self.shared is not None:  # where times say nothing, nobody waits for those that are late
+            self.patience, shape.prompts = 0.0, min(shape.prompts, SHARED_PROMPTS)
 
     def run(self) -> None:
         """Run and write, whatever happens."""
@@ -112,13 +120,13 @@ class Comparison:
         try:
             self.shape.prepare(data)
             for name in self.options.runs:
-                self.jobs.append(Job.start(name, self.shape, self.options.device, data, self.folder))
+                self.jobs.append(Job.start(name, self.shape, self.options.device, data, self.folder, self.shared))
                 time.sleep(APART_S)
             floor = Floor(data / "model", self.options.device)
             self.floor, problem = floor.result(min(LONGEST_S, self.last - time.monotonic()))
             if problem:
                 self.problems.append(f"the difference by rounding alone was not measured: {problem}")
-            take_turns(self.jobs, self.options.device, self.last, self.options.patience, self.write)
+            take_turns(self.jobs, self.options.device, self.last, self.patience, self.write)
         except (Stopped, KeyboardInterrupt):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.problems.append("broken off from outside")
@@ -133,6 +141,15 @@ class Comparison:
                 job.end(max(0.1, until - time.monotonic()))
             self.write()
             shutil.rmtree(data, ignore_errors=True)
+            if self.shared is not None:
+                self.shared.close()
+
+    def notes(self) -> list[str]:
+        """What is not as the file's name and options say."""
+        if self.shared is None:
+            return []
+        of_vllm = "vllm: two engines, of one rank each, in place of one with expert parallelism"
+        return [self.shared.note, *([of_vllm] if "vllm" in self.options.runs else [])]
 
     def write(self) -> None:
         """What there is by now."""
@@ -142,12 +159,12 @@ class Comparison:
             if job.steps:
                 results |= {f"{job.name}/{name}": value for name, value in job.results().items()}
         self.path = make_results(
-            "verl_x2",
+            results_name("verl", self.shared),
             command="python -m benchmarks.verl_gpu " + " ".join(sys.argv[1:]),
             options=vars(self.shape) | {"device": self.options.device, "runs": self.options.runs},
             results=results,
-            series={job.name: {"steps": job.steps} for job in self.jobs},
-            notes=[*self.problems, *(f"{job.name}: {job.problem}" for job in self.jobs if job.problem)],
+            series={job.name: {"steps": job.steps, "calls": job.calls()} for job in self.jobs},
+            notes=[*self.notes(), *self.problems, *(f"{job.name}: {job.problem}" for job in self.jobs if job.problem)],
         ).write(self.options.out)
 
 
@@ -172,8 +189,11 @@ def main() -> None:
     comparison = Comparison(options, shape)
     comparison.run()
     show(comparison.jobs, comparison.floor, Console(width=120))
-    for problem in comparison.problems:
-        print(problem)
+    for job in comparison.jobs:
+        if calls := job.calls():
+            print(f"{job.name}, asked by verl:", " > ".join(f"{row['call']} x{row['times']}" for row in calls))
+    for line in (*comparison.notes(), *comparison.problems):
+        print(line)
     print(comparison.path)
     if comparison.problems or any(job.problem for job in comparison.jobs):
         sys.exit(1)

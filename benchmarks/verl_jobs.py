@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from benchmarks.gpu_memory import Sampler
+from benchmarks.shared_gpu import SharedGpu
 from benchmarks.verl_gate import GO, READY
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,7 @@ KEPT = (
     "timing_s/", "timing_per_token_ms/", "moebius/", "bench/", "training/rollout_", "rollout_corr/", "actor/perf/",
     "response_length/",
 )  # fmt: skip
+SAID = ("mode", "tags", "version", "tensors", "bytes", "sum", "expected")  # of a call, what is kept of it
 
 
 @dataclass
@@ -63,8 +65,8 @@ class Shape:
         command += ["--prompts", str(self.prompts * self.steps)]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
-    def settings(self, name: str, device: str, ray_folder: str, calls: Path) -> list[str]:
-        """Of one job, over those of examples/verl/smoke.sh."""
+    def settings(self, name: str, device: str, ray_folder: str, calls: Path, shared: bool = False) -> list[str]:
+        """Of one job, over those of examples/verl/smoke.sh. `shared`: its ranks share a GPU."""
         rollout = "actor_rollout_ref.rollout"
         requests = self.prompts * self.samples
         found = [
@@ -93,11 +95,17 @@ class Shape:
             found.append(f"{rollout}.cudagraph_capture_sizes={sizes}".replace(" ", ""))
         if name == "vllm":
             found.append(f"{rollout}.name=vllm")
+            if shared:  # vLLM takes no two ranks of one engine on a GPU: two engines, each on "its own"
+                found += [f"{rollout}.data_parallel_size=1", f"{rollout}.expert_parallel_size=1"]
             return [*found, f"++{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={self.kv_bytes}",
                     f"{rollout}.gpu_memory_utilization=0.2"]  # fmt: skip
         found += [f"++{OURS}.policy.threshold={requests // 4}", f"++{OURS}.engine.kv_cache_bytes={self.kv_bytes}"]
-        if name != "moebius":  # noting calls, and sums over weights, takes time: not in the run that is compared
-            found += [f"++{OURS}.policy.kind={name}", f"++{OURS}.calls={calls}"]
+        if name != "moebius":
+            found.append(f"++{OURS}.policy.kind={name}")
+        if name != "moebius" or shared:  # noting calls, and sums over weights, takes time: not where times are compared
+            found.append(f"++{OURS}.calls={calls}")
+        if shared:
+            found.append(f"++{OURS}.engine.custom_all_reduce=False")
         return found
 
 
@@ -117,10 +125,12 @@ class Job:
     problem: str = ""
 
     @classmethod
-    def start(cls, name: str, shape: Shape, device: str, data: Path, folder: Path) -> Job:
-        """Start verl; it trains when `let_go` is called."""
+    def start(
+        cls, name: str, shape: Shape, device: str, data: Path, folder: Path, shared: SharedGpu | None = None
+    ) -> Job:
+        """Start verl; it trains when `train` is called."""
         ray_folder = tempfile.mkdtemp(prefix="mv", dir="/tmp")  # Ray's sockets need a short path
-        settings = shape.settings(name, device, ray_folder, folder / f"{name}.calls.jsonl")
+        settings = shape.settings(name, device, ray_folder, folder / f"{name}.calls.jsonl", shared is not None)
         environment = os.environ | {
             "PYTHON": sys.executable,
             "DEVICE": device,
@@ -133,6 +143,8 @@ class Job:
         if name == "vllm":  # as it is: ours are settings of ranks that are no processes of vLLM's
             for ours in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_KV_CACHE_LAYOUT"):
                 environment.pop(ours, None)
+        if shared is not None:
+            environment = shared.environment(environment)
         log = (folder / f"{name}.log").open("w", encoding="utf-8")
         process = subprocess.Popen(
             ["bash", "examples/verl/smoke.sh", str(data), *settings],
@@ -182,6 +194,19 @@ class Job:
             text = (self.folder / f"{self.name}.log").read_text(encoding="utf-8", errors="replace")
             errors = [line for line in text.splitlines() if re.search(r"\w*(Error|Exception)\b.*: ", line)]
             self.problem += ": " + (errors[-1] if errors else text.strip()[-300:])
+
+    def calls(self) -> list[dict[str, Any]]:
+        """What verl asked of our engine, in order; a row for calls that follow each other, with what they agree on."""
+        file = self.folder / f"{self.name}.calls.jsonl"
+        rows: list[dict[str, Any]] = []
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            found = json.loads(line)
+            row = {name: found[name] for name in ("call", *SAID) if name in found}
+            if rows and {**row, "times": rows[-1]["times"]} == rows[-1]:
+                rows[-1]["times"] += 1
+            elif row["call"] != "generated":  # the answers to "generate", which come in between
+                rows.append(row | {"times": 1})
+        return rows
 
     def terminate(self) -> None:
         """Ask it to end."""

@@ -122,7 +122,7 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: float, kill_af
 
     class Made(Job):
         @classmethod
-        def start(cls, name: str, shape: Shape, device: str, data: Path, folder: Path) -> Job:
+        def start(cls, name: str, shape: Shape, device: str, data: Path, folder: Path, shared: None = None) -> Job:
             command = [sys.executable, str(folder / "stub.py"), str(folder), name]
             log = (folder / f"{name}.log").open("w")
             process = subprocess.Popen(
