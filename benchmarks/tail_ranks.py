@@ -59,8 +59,8 @@ def a_step(
 
 def iterations(
     engine: Any, batch: int, tokens: int, drafting: bool | None, drafted: int, rate: float | None
-) -> tuple[float, float]:
-    """Milliseconds of an iteration of `batch` samples in TP, and tokens per sample that it gives.
+) -> tuple[float, float, int]:
+    """Milliseconds of an iteration of `batch` samples in TP, tokens per sample that it gives, and changes of mode.
 
     `drafting`: always, never, or as it pays (None). Then `drafted` random tokens are drafted per sample, and all of
     them verified if always; `rate` of them count as right, whatever they are (None: those that are, next to none).
@@ -85,7 +85,8 @@ def iterations(
     kept = whole[max(6, len(whole) // 5) : -2]
     if not kept:
         raise ValueError(f"{batch} samples of {tokens} tokens gave {len(whole)} whole iterations: too few to time")
-    return typical([i.ms for i in kept]), sum(i.tokens for i in kept) / batch / len(kept)
+    changes = outcome.stats.drafts.changes if outcome.stats.drafts is not None else 0
+    return typical([i.ms for i in kept]), sum(i.tokens for i in kept) / batch / len(kept), changes
 
 
 def _rig(drafts: Any, drafting: bool | None, drafted: int, rate: float | None, vocab: int) -> list[Any]:

@@ -57,7 +57,9 @@ class Run:
         cpu = chosen.device == "cpu"
         self.gpu = "no GPU" if cpu else torch.cuda.get_device_name()
         self.found: dict[str, Any] = {}
-        self.command = shlex.join(["python", "-m", "benchmarks.tail_spec", *sys.argv[1:]])
+        # Where things lay on this host is nothing to keep.
+        words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        self.command = shlex.join(["python", "-m", "benchmarks.tail_spec", *words])
         if chosen.out.is_file() and set(chosen.parts) != set(PARTS):
             before = json.loads(chosen.out.read_text(encoding="utf-8"))
             self.found = {part: before[part] for part in PARTS if part in before and part not in chosen.parts}
@@ -133,7 +135,7 @@ def with_trained(run: Run, logs: Path) -> None:
         if "trained" in chosen.parts:
             trained(run, off, drafts, clock)
         if "zero" in chosen.parts:
-            zero(run, off, drafts, clock)
+            zero(run, off, drafts, Clock(chosen.seconds / 2))
 
 
 def trained(run: Run, off: Fleet, drafts: Fleet, clock: Clock) -> None:
@@ -166,22 +168,28 @@ def trained(run: Run, off: Fleet, drafts: Fleet, clock: Clock) -> None:
 
 
 def zero(run: Run, off: Fleet, drafts: Fleet, clock: Clock) -> None:
-    """Random drafts, in turns with the engine without."""
+    """Random drafts, in turns with the engine without; all batches in each turn."""
     chosen = run.chosen
-    found = run.found.setdefault("zero", {})
-    for batch in chosen.batches:
-        entry: dict[str, list[float]] = {"off_ms": [], "ms": []}
-        for turn in range(chosen.turns + 1):
-            if turn > 1 and clock.is_over():
-                break
-            plain = off.call(iterations, batch, chosen.tokens, None, 0, None)[0][0]
-            ms, each = drafts.call(iterations, batch, chosen.tokens, None, chosen.draft_tokens, None)[0]
-            if turn:  # the first one warms up
-                entry["off_ms"].append(round(plain, 4))
-                entry["ms"].append(round(ms / each, 4))
-        found[str(batch)] = entry
-        say(f"zero, {batch} samples: {slower(entry)} % slower")
-        run.write()
+    found: dict[str, dict[str, list[float]]] = run.found.setdefault("zero", {})
+    for turn in range(chosen.turns + 1):
+        if turn > 1 and clock.is_over():
+            say(f"zero: no time for more than {turn - 1} turns")
+            break
+        for batch in chosen.batches:
+            entry = found.setdefault(str(batch), {"off_ms": [], "ms": [], "changes": []})
+            for fleet in (off, drafts) if turn % 2 else (drafts, off):
+                drafted = 0 if fleet is off else chosen.draft_tokens
+                ms, each, changes = fleet.call(iterations, batch, chosen.tokens, None, drafted, None)[0]
+                if not turn:
+                    continue  # warms up
+                entry["off_ms" if fleet is off else "ms"].append(round(ms / each, 4))
+                if fleet is drafts:
+                    entry["changes"].append(changes)
+        if turn:
+            run.write()
+    for batch, entry in found.items():
+        spread = (max(entry["off_ms"]) - min(entry["off_ms"])) / statistics.median(entry["off_ms"])
+        say(f"zero, {batch} samples: {slower(entry)} % slower; without drafts turns lie {100 * spread:.0f} % apart")
 
 
 def shape(run: Run, logs: Path) -> None:
@@ -202,9 +210,9 @@ def shape(run: Run, logs: Path) -> None:
             engines.call(iterations, batch, min(tokens, 40), True, 1, None)
             for drafted in lengths:
                 entry["plain_ms"].append(round(engines.call(iterations, batch, tokens, False, 0, None)[0][0], 4))
-                ms, _ = engines.call(iterations, batch, tokens, True, drafted, 0.0)[0]
+                ms, *_ = engines.call(iterations, batch, tokens, True, drafted, 0.0)[0]
                 entry["ms"][str(drafted)] = round(ms, 4)
-            ms, each = engines.call(iterations, batch, 2 * tokens, None, chosen.draft_tokens, 0.0)[0]
+            ms, each, _ = engines.call(iterations, batch, 2 * tokens, None, chosen.draft_tokens, 0.0)[0]
             entry["zero_ms"] = round(ms / each, 4)
             entry["plain_ms"].append(round(engines.call(iterations, batch, 2 * tokens, False, 0, None)[0][0], 4))
             plain = statistics.median(entry["plain_ms"])
@@ -215,7 +223,7 @@ def shape(run: Run, logs: Path) -> None:
                     break
                 drafted = best_length(rate, entry["ms"])
                 # So many more tokens that about as many iterations are timed.
-                ms, each = engines.call(
+                ms, each, _ = engines.call(
                     iterations, batch, round(tokens * expected(rate, drafted)), True, drafted, rate
                 )[0]
                 entry["forced"][str(rate)] = {
@@ -245,9 +253,9 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=5)
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[8, 16, 32, 64, 128])
     parser.add_argument("--tokens", type=int, default=240, help="of each sample in `zero`; half of it in `shape`")
-    parser.add_argument("--turns", type=int, default=3, help="of each measurement in `zero`")
+    parser.add_argument("--turns", type=int, default=5, help="of each measurement in `zero`")
     parser.add_argument(
-        "--seconds", type=float, default=900, help="after each start of engines; then nothing new begins"
+        "--seconds", type=float, default=900, help="of each part, half of it for `zero`; then nothing new begins"
     )
     parser.add_argument("--tiny", action="store_true", help="few and short samples on CPU: it works, no more")
     parser.add_argument("--logs", type=Path, help="folder for the ranks' output; default: none is kept")
