@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help venv demo example test lint types unit engines bench clean
+.PHONY: help venv demo example test lint links types unit engines bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,17 +44,9 @@ demo: $(STAMP)
 example: $(STAMP)
 	@$(BIN)/python examples/grpo_loop.py runs/example
 
-# Tests that start engines leave cores idle, while ranks wait for each other or are ended; what starts none runs beside
-# them, on what they leave, and tells of it at the end.
-CHECKS := build/checks.log
-test: lint
-	@mkdir -p $(dir $(CHECKS))
-	@nice -n 5 $(MAKE) --no-print-directory -k types unit > $(CHECKS) 2>&1 & checks=$$!; \
-	  trap 'kill $$checks; exit 130' INT TERM; \
-	  $(MAKE) --no-print-directory engines; engines=$$?; \
-	  wait $$checks; checks=$$?; \
-	  echo "types and unit tests:"; cat $(CHECKS); \
-	  exit $$((engines || checks))
+# Everything side by side; what it does with output, failures and signals: tests/lanes.py.
+test: lint links
+	@$(BIN)/python -m tests.lanes
 
 unit: $(STAMP)
 	@$(BIN)/pytest tests/unit
@@ -67,10 +59,13 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ."; exit 1; }
 
 # The folders have no common parent called moebius, so mypy gets one made of links.
-types: $(STAMP)
+export MYPYPATH := build/typing
+links: $(STAMP)
 	@mkdir -p build/typing/moebius
 	@for name in rollout engine kernels; do ln -sfn ../../../$$name build/typing/moebius/$$name; done
-	@MYPYPATH=build/typing $(BIN)/mypy -p moebius.rollout -p moebius.engine -p moebius.kernels
+
+types: links
+	@$(BIN)/mypy -p moebius.rollout -p moebius.engine -p moebius.kernels
 
 # Needs two GPUs, and `moebius` on the PATH of an environment with the extras gpu and bench (.venv is for CPU).
 # All benchmarks, and other settings: docs/benchmarks/README.md.

@@ -1,10 +1,10 @@
-"""Time from kernel to kernel in a CUDA graph, by what kind of memory the process has mapped. Needs two GPUs.
+"""Time from kernel to kernel in a CUDA graph, by what kind of memory the process has mapped. Needs GPUs.
 
     python -m benchmarks.kernel_gaps --gib 30 --out docs/benchmarks/kernel_gaps_x2.json
 
-Every case runs in processes of its own, one per GPU: it maps its memory, captures a graph of small kernels that use
-other memory (torch's), and times the graph. The kernels are the same; what differs is what the driver does between
-them.
+Every case runs in processes of its own, one per GPU (`--ranks` of them): it maps its memory, captures a graph of small
+kernels that use other memory (torch's), and times the graph. The kernels are the same; what differs is what the driver
+does between them. What is mapped by other processes is not, with one rank.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ OTHERS = 600  # graphs of the cases with many
 CASES = {
     "nothing": "no memory beside torch's",
     "plain": "cudaMalloc",
-    "plain_ipc": "cudaMalloc, mapped by the other process through CUDA IPC",
+    "plain_ipc": "cudaMalloc, mapped by the other processes through CUDA IPC",
     "virtual_private": "virtual memory that cannot be exported",
     "virtual": "virtual memory that could be exported as file descriptors",
-    "virtual_shared": "the same, mapped by the other process",
-    "virtual_unshared": "the same, after the other process has unmapped it",
-    "virtual_imports_only": "rank 0: maps memory of rank 1, which maps none of rank 0's",
+    "virtual_shared": "the same, mapped by the other processes",
+    "virtual_unshared": "the same, after the other processes have unmapped it",
+    "virtual_imports_only": "rank 0: maps memory of the others, which map none of anyone's",
     "nccl": "an all-reduce of NCCL beforehand",
     "flags_kernel": "flags in peers' memory, raised and waited for by a kernel",
     "flags_stream": "the same by operations of the stream",
     "mover_kernel": "the direct mover over shared virtual memory, flags by a kernel",
     "mover_stream": "the same, flags by operations of the stream",
-    "peer_copy": "shared virtual memory, and a pitched copy to the peer by a copy engine",
+    "peer_copy": "shared virtual memory, and a pitched copy to the next rank by a copy engine",
     "used_plain": "cudaMalloc, in which the kernels work",
     "used_virtual": "virtual memory that could be exported, in which the kernels work",
-    "used_shared": "the same, mapped by the other process",
-    "used_ipc": "cudaMalloc, mapped by the other process through CUDA IPC, in which the kernels work",
+    "used_shared": "the same, mapped by the other processes",
+    "used_ipc": "cudaMalloc, mapped by the other processes through CUDA IPC, in which the kernels work",
 }
 # The same where a process has many graphs, and where it maps memory after they were captured, as an engine does.
 CASES |= {
@@ -58,7 +58,7 @@ CASES |= {
     "many_mover_stream": "600 graphs before, all captured after the mover was there",
     "late_mover_stream": "no others; the one that is timed was captured before the mover was there",
     "late_many_mover_stream": "600 graphs, and the one that is timed, captured before the mover was there",
-    "late_many_virtual_shared": "the same, and memory mapped by the other process afterwards, without a mover",
+    "late_many_virtual_shared": "the same, and memory mapped by the other processes afterwards, without a mover",
 }
 SIZES = {"": 4096, "_large": 4 << 20}  # float32 per kernel; of the large ones every SM has some
 
@@ -103,15 +103,16 @@ def _map(case: str, rank: int, nbytes: int) -> list[Any]:
         return kept
     if case == "peer_copy":
         peers = VirtualPeers.open(memory, rank, gather_of(dist.group.WORLD))
-        peer = peers.addresses[(rank + 1) % dist.get_world_size()]
-        copy_2d(Copy2d(1 - rank, peer, 2048, memory.address + (1 << 30), 4096, 2048, 1024), torch.cuda.current_stream())
+        peer = (rank + 1) % dist.get_world_size()
+        there, here = peers.addresses[peer], memory.address + (1 << 30)
+        copy_2d(Copy2d(peer, there, 2048, here, 4096, 2048, 1024), torch.cuda.current_stream())
         torch.cuda.synchronize()
         dist.barrier()
         return [*kept, peers]
     if case in ("virtual_shared", "virtual_unshared", "virtual_imports_only"):
         peers = VirtualPeers.open(memory, rank, gather_of(dist.group.WORLD))
         kept.append(peers)
-        if case == "virtual_unshared" or (case == "virtual_imports_only" and rank == 1):
+        if case == "virtual_unshared" or (case == "virtual_imports_only" and rank != 0):
             peers.unmap()
         dist.barrier()
     return kept

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from vllm.v1.engine import EngineCoreRequest
 
 from moebius.engine.exchange import LostRequest
-from moebius.engine.front import ParkedSample, RequestFront
+from moebius.engine.front import RequestFront
+from moebius.engine.front_requests import ParkedSample
 from moebius.engine.layout import Layout
 from moebius.engine.length_news import merged, prompt_id
 from moebius.engine.policy import StepStart, SwitchPolicy

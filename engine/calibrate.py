@@ -1,7 +1,8 @@
 """Measures what iterations and switches cost on the running engine. Collective: every rank calls it alike.
 
 One step per point of the grid gives everything: its samples decode in EP, switch with all they hold, decode in TP and
-switch back. Results are those of the slowest rank, equal on all ranks.
+switch back. Results are those of the slowest rank, equal on all ranks. Where a switch to TP can be prepared, it is at
+every other point, so that both kinds are measured: experts sent ahead, and all of them over the link.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from moebius.engine.layout import Layout
 from moebius.engine.types import Iteration, SampleKey, SampleRequest, StepStats
 
 _SETTLE = 5  # iterations left out after a prefill and after a switch: the first may compile or fill caches
-_SLACK = 4
+_SLACK = 4  # iterations after the last one that is measured
+# Iterations between the last one measured in EP and the switch. A switch is prepared so many ahead, and both must be
+# one number: while experts are sent ahead, iterations share the memory's rate with them, and are not what EP takes; and
+# the bytes must have arrived when the switch comes, which in the fastest iterations takes about as many.
+_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class Measured:
     ep_context: float
     tp_context: float
     switches: tuple[SwitchPoint, ...]
-    moves: tuple[tuple[float, float], ...] = ()  # of the experts in those switches: share staged before, ms
+    moves: tuple[tuple[float, float], ...] = ()  # of the experts in those to TP: share staged before, ms
 
 
 def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[CostModel, list[str]]:
@@ -123,6 +128,8 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
     switches: list[SwitchPoint] = []
     moves: list[tuple[float, float]] = []
     notes: list[str] = []
+    contexts = sorted(set(grid.contexts))
+    prepares = {context: bool(i % 2) for i, context in enumerate(contexts)}  # whether the next of its points does
     before, engine.policy = engine.policy, SwitchPolicy(PolicyConfig(costs=None))
     drafts = engine.switcher.drafts
     if drafts is not None:
@@ -130,18 +137,22 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
     warm = True
     try:
         for batch in sorted(set(grid.batches)):
-            for context in sorted(set(grid.contexts)):
+            for context in contexts:
                 prefills = room.prefills(batch, context)
-                switch_at = prefills + _SETTLE + grid.iterations + _SLACK
-                back_at = switch_at + _SETTLE + grid.iterations + _SLACK
-                length = back_at + _SLACK
+                policy = schedule(prefills, grid.iterations, prepares=prepares[context])
+                assert policy.back_at_iteration is not None
+                length = policy.back_at_iteration + _SLACK
                 reason = room.refusal(batch, context + length)
                 if reason is not None:
                     notes.append(f"batch {batch}, context {context}: left out, it takes {reason}")
                     continue
-                engine.policy.config = PolicyConfig(kind="scheduled", at_iteration=switch_at, back_at_iteration=back_at)
-                if warm:  # the first step and the first switch compile and connect
+                engine.policy.config, prepares[context] = policy, not prepares[context]
+                if warm:  # the first step and the first switch of either kind compile and connect
                     engine.run_step(_requests(batch, context, length, rank, room, grid.seed - 1))
+                    if engine.switcher.staging.why_not is None:
+                        engine.policy.config = schedule(prefills, grid.iterations, prepares=True)
+                        engine.run_step(_requests(batch, context, length, rank, room, grid.seed - 2))
+                        engine.policy.config = policy
                     warm = False
                 stats = engine.run_step(_requests(batch, context, length, rank, room, grid.seed)).stats
                 own = measured(stats, batch, context, grid.iterations)
@@ -168,13 +179,29 @@ def calibrate(engine: Any, grid: Grid, *, key: dict[str, str | int]) -> tuple[Co
     return model, notes
 
 
-def expert_ms(moves: Sequence[tuple[float, float]]) -> ExpertMs | None:
-    """From (share of the layers staged before, ms of the experts' move): None where nothing went over the link alone.
+def schedule(prefills: int, iterations: int, *, prepares: bool) -> PolicyConfig:
+    """When a step of calibration switches and goes back, so that `iterations` of each layout are undisturbed.
 
-    Where part was staged, what the copies took is known only if it was longer than the link; if it never was, it is 0.
+    `prepares`: experts are sent ahead of the switch, by engines that can.
+    """
+    at = prefills + _SETTLE + iterations + _AHEAD
+    return PolicyConfig(
+        kind="scheduled",
+        at_iteration=at,
+        back_at_iteration=at + _SETTLE + iterations + _SLACK,
+        prepare_iterations=_AHEAD if prepares else 0,
+    )
+
+
+def expert_ms(moves: Sequence[tuple[float, float]]) -> ExpertMs | None:
+    """From (share of the layers staged before, ms of the experts' move) of switches to TP.
+
+    None unless some moved everything over the link and some had staged a part: what a preparation saves is the
+    difference. Where part was staged, what the copies took is known only if it was longer than the link; if it never
+    was, it is 0.
     """
     alone = [ms for staged, ms in moves if not staged]
-    if not alone or not statistics.median(alone):
+    if not alone or len(alone) == len(moves) or not statistics.median(alone):
         return None
     link = statistics.median(alone)
     local = [ms / staged for staged, ms in moves if staged and ms > 1.1 * (1 - staged) * link]
@@ -184,7 +211,8 @@ def expert_ms(moves: Sequence[tuple[float, float]]) -> ExpertMs | None:
 def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Measured:
     """Typical times of the last `iterations` whole-batch iterations of each layout of one rank's step."""
     first_tp = next((i for i, it in enumerate(stats.iterations) if it.layout == Layout.TP.value), None)
-    ep = _whole(stats.iterations[:first_tp], Layout.EP, batch)[_SETTLE:][-iterations:]
+    alone = min([*stats.prepared_at, *([] if first_tp is None else [first_tp])], default=None)  # so many of EP
+    ep = _whole(stats.iterations[:alone], Layout.EP, batch)[_SETTLE:][-iterations:]
     tp = _whole(stats.iterations, Layout.TP, batch)[_SETTLE:][-iterations:]
     # Every request has one token more after each iteration in which all of them decode.
     ages = {id(iteration): i for i, iteration in enumerate(stats.iterations)}
@@ -211,7 +239,9 @@ def measured(stats: StepStats, batch: int, context: int, iterations: int) -> Mea
         moves=tuple(
             (record.staged_layers / max(1, record.expert_layers), record.device_ms["experts"])
             for record in stats.switches
-            if "experts" in record.device_ms
+            # Only to TP: the way back is never prepared and writes in another pattern, so its speed says nothing about
+            # what a preparation saves. What it takes is in `switches`.
+            if record.to == Layout.TP.value and "experts" in record.device_ms
         ),
     )
 

@@ -37,7 +37,9 @@ class PolicyConfig(BaseModel):
     prepare_margin: float = Field(
         0.25, ge=0, description="rollout, predictive: prepare a switch at live samples of (1 + margin) * threshold."
     )
-    prepare_iterations: PositiveInt = Field(8, description="scheduled: prepare so many iterations before the switch.")
+    prepare_iterations: int = Field(
+        8, ge=0, description="scheduled: prepare so many iterations before the switch; 0: do not."
+    )
     cooldown_iterations: int = Field(32, ge=1, description="Iterations to wait after a cancelled switch.")
     costs: str | None = Field(
         "auto",

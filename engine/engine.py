@@ -13,10 +13,12 @@ from vllm.distributed.parallel_state import get_world_group
 
 from moebius.engine.account import MemoryAccount, memory_account
 from moebius.engine.admission import PolicyRefused, RequestRefused
+from moebius.engine.agreed_step import OnIteration, OnResults
 from moebius.engine.config import EngineConfig
 from moebius.engine.cost_cache import costs_at_start
 from moebius.engine.costs import CostModel
-from moebius.engine.front import ParkedSample, RequestFront
+from moebius.engine.front import RequestFront
+from moebius.engine.front_requests import ParkedSample
 from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.layout import Layout, ModelShape
 from moebius.engine.movers import make_mover
@@ -28,7 +30,7 @@ from moebius.engine.runtime import RuntimePair
 from moebius.engine.settle import settle
 from moebius.engine.sleeping import Sleeper
 from moebius.engine.staging import Staging
-from moebius.engine.step import CallbackFailed, OnIteration, OnResults, Step
+from moebius.engine.step import CallbackFailed, Step
 from moebius.engine.switch import Switcher
 from moebius.engine.tail_drafts import TailDrafts
 from moebius.engine.types import (

@@ -17,6 +17,7 @@ from moebius.rollout.checkpoint import check_model
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
 from moebius.rollout.failure_types import Loss
+from moebius.rollout.interrupts import held_back, uninterrupted
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.report import StepReport
@@ -63,8 +64,14 @@ class GroupLife:
         self.gave_up = False  # after too many restarts in a row
         connect(config)
         self.device = resolve_device(config)
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            if self.running:  # Ctrl-C came meanwhile, and nobody gets this group
+                self.shutdown()
+            raise
 
+    @uninterrupted
     def shutdown(self) -> None:
         """End all ranks and free what they held. May be called again, and from another thread during a step."""
         self._shut_down = True  # first: ranks that are being started meanwhile are ended by who starts them
@@ -139,6 +146,7 @@ class GroupLife:
         ranks = self._alive()
         return [ranks.phase(rank) for rank in range(self.config.ranks)]
 
+    @uninterrupted
     def _start(self) -> None:
         try:
             ranks, info = Ranks.start(self.config, self.device)
@@ -191,12 +199,14 @@ class GroupLife:
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[None]:
-        if self._recovering == threading.get_ident():  # the call that is running has asked for this one
-            yield
-            return
-        if not self._one_call.acquire(blocking=False):
-            raise MoebiusError(f"{name}: another call is running on this group; a group serves one at a time")
-        try:
-            yield
-        finally:
-            self._one_call.release()
+        """The group serves this call alone, and Ctrl-C comes only where it waits."""
+        with held_back():
+            if self._recovering == threading.get_ident():  # the call that is running has asked for this one
+                yield
+                return
+            if not self._one_call.acquire(blocking=False):
+                raise MoebiusError(f"{name}: another call is running on this group; a group serves one at a time")
+            try:
+                yield
+            finally:
+                self._one_call.release()

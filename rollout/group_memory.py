@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moebius.engine.types import MemoryChange, MemoryTag
-from moebius.rollout.errors import BadInput, RankDied
+from moebius.rollout.errors import BadInput, MoebiusError, RankDied
 from moebius.rollout.group_life import MEMORY_TAGS
 from moebius.rollout.ranks import RankError
 from moebius.rollout.recovery import GroupRecovery
@@ -54,11 +54,18 @@ class GroupMemory(GroupRecovery):
         """
         asked = _checked("sleep", tags)
         with self._exclusively("sleep"):
-            report = self._all("sleep", (asked, keep_weights))
-            if "weights" in set(asked) - self._asleep and not keep_weights:
-                self._problem = "the weights were given back by sleep; send them with update_weights after wake_up"
-            self._asleep |= set(asked)
-            return report
+            try:
+                return self._all("sleep", (asked, keep_weights))
+            except MoebiusError:
+                asked = ()
+                raise
+            finally:  # after Ctrl-C, too: the ranks have been asked, and do it all the same, unless they are lost
+                if self.running:
+                    if "weights" in set(asked) - self._asleep and not keep_weights:
+                        self._problem = (
+                            "the weights were given back by sleep; send them with update_weights after wake_up"
+                        )
+                    self._asleep |= set(asked)
 
     def wake_up(self, tags: Iterable[MemoryTag] | None = None) -> MemoryReport:
         """Take memory again; None: all of it. Raises as `sleep`."""

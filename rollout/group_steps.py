@@ -13,11 +13,12 @@ from moebius.rollout.batch import Prompt, assign, build_requests, check_sampling
 from moebius.rollout.budget import Budget
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, validate
 from moebius.rollout.failure_types import Loss
+from moebius.rollout.interrupts import held_back, uninterrupted
 from moebius.rollout.open_step import ABORT_S, OpenStep
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.recovery import GroupRecovery
 from moebius.rollout.report import build_report
-from moebius.rollout.stream import OnProgress, RolloutStream, sealed_stream
+from moebius.rollout.stream import OnProgress, RolloutStream, drawn, sealed_stream
 from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class GroupSteps(GroupRecovery):
 
     _aborted: Sequence[SampleKey] = ()  # asked for in the running step
     _live_step: OpenStep | None = None  # the open one, while it runs
+    _ended: Sequence[tuple[SampleKey, Sample]] = ()  # by an `abort_parked` that could not return them
 
     def generate(
         self,
@@ -70,10 +72,10 @@ class GroupSteps(GroupRecovery):
         `stop_reason`.
         """
         if budget is not None or self.backlog:
-            with self.stream(prompts, n, sampling, step, on_progress, lengths, budget) as stream:
-                return sorted(stream, key=lambda r: (r.step != stream.step, r.step, r.prompt_index))
-        opened = self._open_whole(prompts, n, sampling, step, lengths)
-        return [] if opened is None else opened.run(on_progress)
+            return drawn(lambda: self.stream(prompts, n, sampling, step, on_progress, lengths, budget))
+        with held_back():
+            opened = self._open_whole(prompts, n, sampling, step, lengths)
+            return [] if opened is None else opened.run(on_progress)
 
     def stream(
         self,
@@ -89,16 +91,24 @@ class GroupSteps(GroupRecovery):
         meanwhile. The group serves nothing else until the stream has ended or is closed. Raises as `generate`.
         """
         budget = budget if budget is None or isinstance(budget, Budget) else validate(Budget, budget, "budget")
-        with self._held_for("stream"):
-            own = self._sampling(sampling)
-            requests, ids, step = self._requests(prompts, n, own, step, lengths)
-            ready = self.backlog.take_complete()
-            try:
-                opened = self._open(step, None, groups_of(requests, ids, step, 0))
-            except BaseException:
-                self.backlog.leave(ready)
-                raise
-        return sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+        made: RolloutStream | None = None
+        try:
+            with held_back():
+                with self._held_for("stream"):
+                    own = self._sampling(sampling)
+                    requests, ids, step = self._requests(prompts, n, own, step, lengths)
+                    ready = self.backlog.take_complete()
+                    try:
+                        opened = self._open(step, None, groups_of(requests, ids, step, 0))
+                    except BaseException:
+                        self.backlog.leave(ready)
+                        raise
+                made = sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+            return made  # noqa: RET504  (the name is for what follows)
+        except BaseException:
+            if made is not None:  # Ctrl-C came meanwhile, and nobody gets it
+                made.withdraw()
+            raise
 
     def open_step(
         self,
@@ -116,8 +126,15 @@ class GroupSteps(GroupRecovery):
         own. `replay`: whether it goes on after the loss of ranks; None: as `failures.on_failure` says. Raises
         GroupNotReady, MoebiusError as `generate`.
         """
-        with self._held_for("open_step"):
-            return self._open(self._step_number(step), expected, list(groups), replay=replay)
+        opened: OpenStep | None = None
+        try:
+            with held_back(), self._held_for("open_step"):
+                opened = self._open(self._step_number(step), expected, list(groups), replay=replay)
+            return opened  # noqa: RET504  (the name is for what follows)
+        except BaseException:
+            if opened is not None:  # Ctrl-C came meanwhile, and nobody gets it
+                opened.break_off()
+            raise
 
     def _open_whole(
         self,
@@ -139,7 +156,7 @@ class GroupSteps(GroupRecovery):
 
     @contextmanager
     def _held_for(self, name: str) -> Iterator[None]:
-        """The group serves one call, which goes on after the block unless that fails."""
+        """The group serves one call, which goes on after the block unless that fails. Within `held_back`."""
         if not self._one_call.acquire(blocking=False):
             raise MoebiusError(f"{name}: another call is running on this group; a group serves one at a time")
         try:
@@ -157,7 +174,10 @@ class GroupSteps(GroupRecovery):
         whole: bool = False,
         replay: bool | None = None,
     ) -> OpenStep:
-        """An open step that begins with prompts of its `own`; if these are the `whole` of it, it takes no more."""
+        """An open step that begins with prompts of its `own`; if these are the `whole` of it, it takes no more.
+
+        Within `held_back`: no Ctrl-C comes between the prompts that are taken, what ranks are sent, and the step.
+        """
         ranks = self._ready()
         self.backlog.check_step(step)
         older = self.backlog.take()
@@ -207,29 +227,40 @@ class GroupSteps(GroupRecovery):
         """End these parked samples (None: all) with the tokens they have, and return them; between steps only.
 
         A prompt whose last parked sample this was is forgotten: `incomplete` has told what had ended of it. Keys that
-        are not parked are passed over. Raises GroupNotReady, MoebiusError as `generate`.
+        are not parked are passed over. What a call that Ctrl-C broke off has ended is returned by the next one. Raises
+        GroupNotReady, MoebiusError as `generate`.
         """
-        with self._exclusively("abort_parked"):
-            wanted = set(self.parked) if keys is None else {SampleKey(*key) for key in keys} & set(self.parked)
-            if not wanted:
-                return []
-            ended: list[tuple[SampleKey, Sample]] = []
-            if self._ranks is not None:
-                how: dict[str, Any] = {"what": "the abort of parked samples", "timeout_s": ABORT_S}
-                asked, ranks = sorted(wanted), self._ranks
-                try:
-                    for part in ranks.call("abort_parked", [(asked,)] * self.config.ranks, **how):
-                        ended += [(result.key, to_sample(result)) for result in part]
-                except (RankDied, RankError) as error:
-                    _log.warning("%s", self.after_loss(ranks, error, "the abort of parked samples"))
-                except BaseException:  # Ctrl-C: the ranks have been asked, and end them all the same
-                    self.backlog.end((key, _unheard(key, self.policy_version)) for key in wanted)
-                    raise
-            # The rest is of ranks that are gone: nothing of it is left.
-            for key in sorted(wanted - {key for key, _ in ended}):
-                ended.append((key, _unheard(key, self.policy_version)))
-            self.backlog.end(ended)
+        ended: list[tuple[SampleKey, Sample]] = []
+        try:
+            with self._exclusively("abort_parked"):
+                wanted = set(self.parked) if keys is None else {SampleKey(*key) for key in keys} & set(self.parked)
+                ended, self._ended = list(self._ended), ()
+                if wanted:
+                    ended += self._end_parked(wanted)
             return ended
+        except BaseException:
+            self._ended = ended or self._ended
+            raise
+
+    def _end_parked(self, wanted: set[SampleKey]) -> list[tuple[SampleKey, Sample]]:
+        """End these on the ranks, and forget their prompts."""
+        ended: list[tuple[SampleKey, Sample]] = []
+        if self._ranks is not None:
+            how: dict[str, Any] = {"what": "the abort of parked samples", "timeout_s": ABORT_S, "held": True}
+            asked, ranks = sorted(wanted), self._ranks
+            try:
+                for part in ranks.call("abort_parked", [(asked,)] * self.config.ranks, **how):
+                    ended += [(result.key, to_sample(result)) for result in part]
+            except (RankDied, RankError) as error:
+                _log.warning("%s", self.after_loss(ranks, error, "the abort of parked samples"))
+            except BaseException:  # who insists does not wait: the ranks have been asked, and end them all the same
+                self.backlog.end((key, _unheard(key, self.policy_version)) for key in wanted)
+                raise
+        # The rest is of ranks that are gone: nothing of it is left.
+        for key in sorted(wanted - {key for key, _ in ended}):
+            ended.append((key, _unheard(key, self.policy_version)))
+        self.backlog.end(ended)
+        return ended
 
     @property
     def captured_lengths(self) -> LengthTrace | None:
@@ -337,6 +368,7 @@ class GroupSteps(GroupRecovery):
             raise BadInput(f"step: expected an int of at least 0, got {step!r}")
         return step
 
+    @uninterrupted
     def interrupt(self, ranks: Ranks, refs: dict[Any, int], what: str, why: BaseException) -> list[StepOutcome]:
         """The caller broke off (Ctrl-C, an error in on_progress): end the step so that the group can go on.
 

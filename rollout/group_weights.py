@@ -21,6 +21,7 @@ from moebius.rollout.errors import (
     as_the_caller_raised,
     callers,
 )
+from moebius.rollout.interrupts import waiting
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.recovery import GroupRecovery
 from moebius.rollout.weights import DEFAULT_BUCKET_BYTES, NamedTensors, Transport, packed
@@ -165,7 +166,8 @@ class GroupWeights(GroupRecovery):
             self._session = None
             with self._failing(session):
                 what = f"the update to version {session.version}"
-                stats = session.ranks.call("commit_update", what=what, timeout_s=UPDATE_CALL_S)
+                # Held: who stops waiting here does not know which weights serve.
+                stats = session.ranks.call("commit_update", what=what, timeout_s=UPDATE_CALL_S, held=True)
             return self._done(session, "pulled in parts", stats)
 
     def drop_update(self) -> None:
@@ -244,11 +246,14 @@ class GroupWeights(GroupRecovery):
             self._problem = f"the weight update to policy version {version} did not complete; send a full update"
         return session
 
-    def _done(self, session: _Session, transport: str, stats: list[UpdateStats]) -> UpdateReport:
+    def _committed(self, session: _Session) -> None:
         self._problem = None
         self._updated = True
         self.policy_version = session.version
         self._keep_only(session.keep)
+
+    def _done(self, session: _Session, transport: str, stats: list[UpdateStats]) -> UpdateReport:
+        self._committed(session)
         self._update_s, self._update_ended_at = time.perf_counter() - session.started, time.time()
         nbytes = max(rank.nbytes for rank in stats)
         self.last_update = UpdateReport(session.version, session.mode, transport, nbytes, self._update_s)
@@ -281,7 +286,7 @@ class GroupWeights(GroupRecovery):
             return error
         what = "giving an update up"
         try:
-            session.ranks.call("drop_update", what=what, timeout_s=UPDATE_CALL_S)
+            served = session.ranks.call("drop_update", what=what, timeout_s=UPDATE_CALL_S)
         except (RankDied, RankError) as lost:
             if isinstance(error, KeyboardInterrupt):  # who wants to leave does not wait for a start
                 self._lose(session.ranks, str(lost))
@@ -290,7 +295,13 @@ class GroupWeights(GroupRecovery):
             _log.warning("%s", told)
             # The update's own error says more, unless the group is no more.
             return error if self.running else told
-        self._problem = session.problem_before
+        except BaseException:  # Ctrl-C again: nobody knows which weights they have
+            self._lose(session.ranks, f"the update to version {session.version} was broken off")
+            raise
+        if session.version != self.policy_version and all(version == session.version for version in served):
+            self._committed(session)  # the wait was broken off, and the ranks were faster
+        else:
+            self._problem = session.problem_before
         return error
 
     def _send(self, ranks: Ranks, buckets: Any, version: int, mode: UpdateMode, keep: str | None) -> list[UpdateStats]:
@@ -305,18 +316,19 @@ class GroupWeights(GroupRecovery):
                 ref = ray.put(bucket)
                 loading = ranks.submit("update_tensors", [(ref,)] * size)
             ranks.gather(loading, **how)
-            return ranks.call("commit_update", **how)
+            return ranks.call("commit_update", held=True, **how)
         finally:
             # After a failure too: a bucket that is still loading must not run into the next update.
             if loading:
-                ray.wait(list(loading), num_returns=len(loading), timeout=UPDATE_CALL_S)
+                with waiting():
+                    ray.wait(list(loading), num_returns=len(loading), timeout=UPDATE_CALL_S)
 
 
 def _as_given(named_tensors: NamedTensors) -> Iterator[Any]:
     """The pairs; an error of the caller's stream is told from one of the ranks."""
     pairs = iter(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
     while True:
-        with callers():
+        with callers(), waiting():
             try:
                 pair = next(pairs)
             except StopIteration:

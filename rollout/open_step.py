@@ -12,6 +12,7 @@ from moebius.engine.types import SampleKey, SamplePiece, StepOutcome
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, as_the_caller_raised, callers
+from moebius.rollout.interrupts import held_back, uninterrupted, waiting
 from moebius.rollout.step_block import StepBlock
 from moebius.rollout.step_ranks import Look, StepOnRanks, parked_on
 from moebius.rollout.stream import OnProgress
@@ -41,6 +42,7 @@ class OpenStep(StepOnRanks, StepBlock):
         self._expected = expected  # until they are all submitted
         self._submitted = 0  # samples
 
+    @uninterrupted
     def submit(
         self,
         prompts: Sequence[Prompt],
@@ -72,6 +74,7 @@ class OpenStep(StepOnRanks, StepBlock):
         self._add(groups_of(requests, ids, self.step, first))
         return list(range(first, len(self._prompts)))
 
+    @uninterrupted
     def submit_groups(self, groups: Sequence[PromptGroup]) -> None:
         """Add prompts that have requests, and numbers of their own, already; those of other steps, too."""
         if self._closed:
@@ -95,19 +98,24 @@ class OpenStep(StepOnRanks, StepBlock):
         Samples of earlier steps, which had parked them, are among them: their keys tell the step. Works on after the
         step was parked or closed.
         """
-        self._collect()
-        fresh, self._fresh = self._fresh, []
-        return fresh
+        fresh: list[tuple[SampleKey, Sample]] = []
+        try:
+            with held_back():
+                self._collect()
+                fresh, self._fresh = self._fresh, []
+            return fresh
+        except BaseException:
+            self._fresh = [*fresh, *self._fresh]  # nobody was told
+            raise
 
     def completed(self) -> list[tuple[int, Sample]]:
         """(prompt number, sample) of this step's samples that ended since the last call; does not wait for any.
 
         Those of earlier steps are left for `finished`.
         """
-        self._collect()
-        own = [(key.prompt, sample) for key, sample in self._fresh if key.step == self.step]
-        self._fresh = [(key, sample) for key, sample in self._fresh if key.step != self.step]
-        return own
+        told = self.finished()
+        self._fresh = [(key, sample) for key, sample in told if key.step != self.step]
+        return [(key.prompt, sample) for key, sample in told if key.step == self.step]
 
     def pieces(self) -> list[SamplePiece]:
         """Pieces of streamed samples that came with the last look at the ranks, as `completed` takes one."""
@@ -128,22 +136,26 @@ class OpenStep(StepOnRanks, StepBlock):
         """So many samples are still to come of the burst, instead of what was expected before; None: unknown."""
         self._expected = None if more is None else self._submitted + more
 
+    @uninterrupted
     def filled(self) -> None:
         """The burst is in: few live samples mean the step's tail from now on."""
         self._ranks.tell("filled", self._serial)
         self._expected, self._is_filled = None, True
 
+    @uninterrupted
     def seal(self) -> None:
         """No more prompts will come: the step may end by itself. It must be closed or parked all the same."""
         self.filled()
         self._ends = "close_step"
         self._tell_end()
 
+    @uninterrupted
     def progress(self) -> list[Progress]:
         """How far each rank is, by its last answer; does not wait for any."""
         # An answer may be of the step before, given just before this one began.
         return [p if p.serial == self._serial else Progress(serial=self._serial) for p in self._watch.look()]
 
+    @uninterrupted
     def wait(self, prompt: int, timeout_s: float | None = None) -> Rollout:
         """The rollout of one prompt, when all its samples have ended.
 
@@ -161,7 +173,8 @@ class OpenStep(StepOnRanks, StepBlock):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"prompt {prompt} has unfinished samples after {timeout_s} s")
             if not self._collect():
-                time.sleep(POLL_S)
+                with waiting():
+                    time.sleep(POLL_S)
         return self._prompts[prompt].rollout()
 
     def groups(self) -> list[PromptGroup]:
@@ -194,6 +207,7 @@ class OpenStep(StepOnRanks, StepBlock):
         """
         self._end("park_step")
 
+    @uninterrupted
     def break_off(self) -> None:
         """End the step if it still runs, without its results: its samples are dropped, those of earlier steps kept."""
         if not self._closed:
@@ -203,6 +217,7 @@ class OpenStep(StepOnRanks, StepBlock):
             finally:
                 self._release()
 
+    @uninterrupted
     def run(self, on_progress: OnProgress | None) -> list[Rollout]:
         """As `close`, for a step that takes no more prompts; `on_progress` and time limit are those of `generate`."""
         limit = self._group.config.step_timeout_s
@@ -222,16 +237,18 @@ class OpenStep(StepOnRanks, StepBlock):
                 mine = [p for p in progress if p.serial == self._serial]
                 tokens = max(tokens, sum(p.tokens for p in mine))
                 live = mine[0] if mine else Progress()
-                with callers():
+                with callers(), waiting():
                     on_progress(samples - len(self.keys()), samples, tokens, live.live, live.layout)
 
         with as_the_caller_raised():
             self._end("close_step", look)
         if on_progress:
             tokens = sum(len(sample.token_ids) for group in self._prompts for sample in group.samples.values())
-            on_progress(samples, samples, tokens, 0, self._layout)
+            with waiting():
+                on_progress(samples, samples, tokens, 0, self._layout)
         return [group.rollout() for group in self._prompts]
 
+    @uninterrupted
     def _end(self, how: str, look: Look | None = None) -> None:
         if self._closed:
             return

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError
+from moebius.rollout.interrupts import waiting
 
 PLACEMENT_TIMEOUT_S = 60.0  # resources exist but are in use: other jobs may be about to end
 
@@ -68,7 +69,8 @@ def reserve(config: RolloutConfig, device: str) -> PlacementGroup:
     group = placement_group([bundle] * config.ranks, strategy="STRICT_PACK")
     timeout = min(PLACEMENT_TIMEOUT_S, config.startup_timeout_s)
     try:
-        ready = group.wait(timeout)
+        with waiting():
+            ready = group.wait(timeout)
     except GetTimeoutError:
         ready = False
     except BaseException:  # Ctrl-C: nobody else knows of it

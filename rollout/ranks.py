@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError, RankDied
+from moebius.rollout.interrupts import uninterrupted, waiting
 from moebius.rollout.marks import read_mark
 from moebius.rollout.placement import on_node, reserve
 from moebius.rollout.rank_setup import EngineInfo, RankHost, RankSetup
@@ -69,6 +70,7 @@ class Ranks:
         self._placement = placement
 
     @classmethod
+    @uninterrupted
     def start(cls, config: RolloutConfig, device: str) -> tuple[Ranks, EngineInfo]:
         """Place and start all ranks. Raises MoebiusError (RankDied, RankError) in words; nothing is left running."""
         deadline = time.monotonic() + config.startup_timeout_s
@@ -127,10 +129,12 @@ class Ranks:
         timeout_s: float | None = None,
         on_poll: OnPoll | None = None,
         quick: bool = False,
+        held: bool = False,
     ) -> list[Any]:
         """Answers in rank order. `what` names the call in errors; `on_poll` gets every rank's progress as it runs.
 
-        `quick`: the call waits for nothing, so that a rank that is late gives no sign of life.
+        `quick`: the call waits for nothing, so that a rank that is late gives no sign of life. `held`: Ctrl-C waits for
+        the answers.
 
         Raises:
             RankDied: a rank's process ended, was silent for `silent_s` (only with `on_poll`), or the time ran out.
@@ -142,7 +146,8 @@ class Ranks:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         watch = ProgressWatch(self) if on_poll else None
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=POLL_S)
+            with nullcontext() if held else waiting():
+                ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=POLL_S)
             for ref in ready:
                 rank = pending.pop(ref)
                 try:
@@ -180,6 +185,7 @@ class Ranks:
         for handle in self.handles:
             getattr(handle, method).remote(*args)
 
+    @uninterrupted
     def close(self, *, gently: bool) -> None:
         """End all ranks: `gently` lets engines close first. Frees the placement and the shared memory. Never raises.
 
@@ -196,7 +202,8 @@ class Ranks:
                 if gently:
                     refs = list(self.submit("shutdown"))
                     # A rank that cannot close in time or in order is killed, like all others.
-                    ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_S)
+                    with waiting():
+                        ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_S)
 
     def _remove_segments(self) -> None:
         ident = parse_ident(self.ident)
@@ -218,7 +225,8 @@ class Ranks:
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or not ours to kill
                         os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+            with waiting():
+                time.sleep(0.05)
 
     def phase(self, rank: int) -> str | None:
         """What a rank did last, dead or alive; None where that cannot be seen."""

@@ -14,6 +14,7 @@ import ray
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
 from moebius.rollout.failure_types import Loss, pause_s
 from moebius.rollout.group_life import GroupLife
+from moebius.rollout.interrupts import uninterrupted, waiting
 from moebius.rollout.kept import SOURCE, Keeper
 from moebius.rollout.placement import connect, on_node
 from moebius.rollout.ranks import RankError, Ranks
@@ -56,6 +57,7 @@ class GroupRecovery(GroupLife):
             self._restarts, self._shut_down = 0, False
             self._start_again()
 
+    @uninterrupted
     def shutdown(self) -> None:
         """End all ranks and free what they held. May be called again, and from another thread during a step."""
         try:
@@ -140,10 +142,12 @@ class GroupRecovery(GroupLife):
         """Wait; a shutdown from another thread ends it."""
         until = time.monotonic() + seconds
         while not self._shut_down and time.monotonic() < until:
-            time.sleep(PAUSE_POLL_S)
+            with waiting():
+                time.sleep(PAUSE_POLL_S)
 
     def _start_again(self) -> None:
-        connect(self.config)
+        with waiting():
+            connect(self.config)
         self._start()
         if self._shut_down:  # by another thread, meanwhile: these ranks, too
             self.shutdown()
@@ -156,7 +160,7 @@ class GroupRecovery(GroupLife):
             )
             self._restore()
         if self.on_restart is not None:
-            with self._on_behalf():
+            with self._on_behalf(), waiting():
                 self.on_restart()
 
     def _restore(self) -> None:
@@ -231,7 +235,8 @@ class GroupRecovery(GroupLife):
         keeper, self._keeper, self._kept = self._keeper, None, None
         if keeper is not None and ray.is_initialized():
             try:
-                ray.wait([keeper.close.remote()], timeout=KEEPER_S)
+                with waiting():
+                    ray.wait([keeper.close.remote()], timeout=KEEPER_S)
             finally:
                 ray.kill(keeper, no_restart=True)
 

@@ -18,6 +18,7 @@ from moebius.rollout.config import Place, RolloutConfig
 from moebius.rollout.errors import GroupNotReady, MoebiusError
 from moebius.rollout.failure_types import pause_s
 from moebius.rollout.group import RolloutGroup
+from moebius.rollout.interrupts import held_back, waiting
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.replica_homes import Homes
 from moebius.rollout.replica_member import Member, Room
@@ -265,12 +266,14 @@ class ReplicaLife:
         """Until no replica is being started; one whose start has failed may yet be tried again, after a pause."""
         for member in self._members:
             if member.reviving is not None:
-                member.resting.wait()
+                with waiting():
+                    member.resting.wait()
 
     def _await_any(self, useful: Callable[[Member], bool]) -> None:
         """Until a replica is `useful`, if one that is lost may yet come back."""
         while any(m.reviving is not None for m in self._members) and not any(useful(m) for m in self._members):
-            time.sleep(POLL_S)
+            with waiting():
+                time.sleep(POLL_S)
 
     def ready(self) -> list[Member]:
         """Replicas that take prompts."""
@@ -327,7 +330,8 @@ class ReplicaLife:
         self._no_more.set()
         try:
             for thread in [member.reviving for member in self._members if member.reviving is not None]:
-                thread.join()
+                with waiting():
+                    thread.join()
         finally:  # after Ctrl-C, lost replicas are to come back as before
             if not self._closed:
                 self._no_more.clear()
@@ -367,9 +371,10 @@ class ReplicaLife:
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[None]:
-        with self._held_for(name):
-            yield
-        self._one_call.release()
+        with held_back():
+            with self._held_for(name):
+                yield
+            self._one_call.release()
 
     @contextmanager
     def _held_for(self, name: str) -> Iterator[None]:

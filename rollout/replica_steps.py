@@ -10,10 +10,11 @@ from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.budget import Budget
 from moebius.rollout.errors import BadInput, validate
+from moebius.rollout.interrupts import held_back
 from moebius.rollout.replica_life import ReplicaLife
 from moebius.rollout.report_lanes import LaneOutcome, merge
 from moebius.rollout.shared_step import SharedStep
-from moebius.rollout.stream import OnProgress, RolloutStream, sealed_stream
+from moebius.rollout.stream import OnProgress, RolloutStream, drawn, sealed_stream
 from moebius.rollout.types import LengthTrace, Rollout, Sample, Sampling
 
 
@@ -21,6 +22,7 @@ class ReplicaSteps(ReplicaLife):
     """The part of `RolloutReplicas` that draws samples."""
 
     _step: SharedStep | None = None  # that runs
+    _ended: Sequence[tuple[SampleKey, Sample]] = ()  # by an `abort_parked` that could not return them
 
     def generate(
         self,
@@ -36,8 +38,7 @@ class ReplicaSteps(ReplicaLife):
         if isinstance(prompts, Sequence) and not len(prompts) and not self.backlog and not self.parked:
             self.last_report = None
             return []
-        with self.stream(prompts, n, sampling, step, on_progress, lengths, budget) as stream:
-            found = sorted(stream, key=lambda r: (r.step != stream.step, r.step, r.prompt_index))
+        found = drawn(lambda: self.stream(prompts, n, sampling, step, on_progress, lengths, budget))
         if on_progress is not None and self.last_report is not None:
             samples = sum(len(rollout.samples) for rollout in found)
             tokens = sum(len(sample.token_ids) for rollout in found for sample in rollout.samples)
@@ -57,16 +58,24 @@ class ReplicaSteps(ReplicaLife):
     ) -> RolloutStream:
         """As `RolloutGroup.stream`."""
         budget = budget if budget is None or isinstance(budget, Budget) else validate(Budget, budget, "budget")
-        with self._held_for("stream"):
-            step = self._step_number(step)
-            requests, ids = self.requests_of(prompts, n, sampling, step, 0, lengths)
-            ready = self.backlog.take_complete()
-            try:
-                opened = self._open(step, None, groups_of(requests, ids, step, 0))
-            except BaseException:
-                self.backlog.leave(ready)
-                raise
-        return sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+        made: RolloutStream | None = None
+        try:
+            with held_back():
+                with self._held_for("stream"):
+                    step = self._step_number(step)
+                    requests, ids = self.requests_of(prompts, n, sampling, step, 0, lengths)
+                    ready = self.backlog.take_complete()
+                    try:
+                        opened = self._open(step, None, groups_of(requests, ids, step, 0))
+                    except BaseException:
+                        self.backlog.leave(ready)
+                        raise
+                made = sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
+            return made  # noqa: RET504  (the name is for what follows)
+        except BaseException:
+            if made is not None:  # Ctrl-C came meanwhile, and nobody gets it
+                made.withdraw()
+            raise
 
     def open_step(
         self, step: int | None = None, expected: int | None = None, *, replay: bool | None = None
@@ -74,8 +83,15 @@ class ReplicaSteps(ReplicaLife):
         """As `RolloutGroup.open_step`; with `replay=False`, what a lost replica had fails instead of being drawn by
         others.
         """
-        with self._held_for("open_step"):
-            return self._open(self._step_number(step), expected, [], replay=replay is not False)
+        opened: SharedStep | None = None
+        try:
+            with held_back(), self._held_for("open_step"):
+                opened = self._open(self._step_number(step), expected, [], replay=replay is not False)
+            return opened  # noqa: RET504  (the name is for what follows)
+        except BaseException:
+            if opened is not None:  # Ctrl-C came meanwhile, and nobody gets it
+                opened.break_off()
+            raise
 
     def _open(self, step: int, expected: int | None, own: list[PromptGroup], *, replay: bool = True) -> SharedStep:
         members = self._serving()
@@ -132,21 +148,26 @@ class ReplicaSteps(ReplicaLife):
 
     def abort_parked(self, keys: Iterable[SampleKey] | None = None) -> list[tuple[SampleKey, Sample]]:
         """As `RolloutGroup.abort_parked`."""
-        with self._exclusively("abort_parked"):
-            wanted = set(self.parked) if keys is None else {SampleKey(*key) for key in keys}
-            ended: list[tuple[SampleKey, Sample]] = []
-            for member in self._members:
-                if own := wanted.intersection(member.group.parked):
-                    for key, sample in member.group.abort_parked(own):
-                        sample.rank += member.index * self.config.ranks
-                        ended.append((key, sample))
-            homeless = sorted(wanted.intersection(self.backlog.keys))
-            mine = [
-                (key, Sample(key.sample, [], None, None, None, "abort", None, self.policy_version, 0))
-                for key in homeless
-            ]
-            self.backlog.end(mine)
-            return ended + mine
+        ended: list[tuple[SampleKey, Sample]] = []
+        try:
+            with self._exclusively("abort_parked"):
+                ended, self._ended = list(self._ended), ()
+                wanted = set(self.parked) if keys is None else {SampleKey(*key) for key in keys}
+                for member in self._members:
+                    if own := wanted.intersection(member.group.parked):
+                        for key, sample in member.group.abort_parked(own):
+                            sample.rank += member.index * self.config.ranks
+                            ended.append((key, sample))
+                mine = [
+                    (key, Sample(key.sample, [], None, None, None, "abort", None, self.policy_version, 0))
+                    for key in sorted(wanted.intersection(self.backlog.keys))
+                ]
+                self.backlog.end(mine)
+                ended += mine
+            return ended
+        except BaseException:
+            self._ended = ended or self._ended
+            raise
 
     @property
     def captured_lengths(self) -> LengthTrace | None:

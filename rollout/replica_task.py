@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from moebius.rollout.interrupts import waiting
+
 
 class Task(threading.Thread):
     """A call on a thread of its own, which does not keep the process from ending."""
@@ -21,6 +23,11 @@ class Task(threading.Thread):
             self._found = self._call()
         except BaseException as error:  # noqa: BLE001  (raised by `result`)
             self._error = error
+
+    def join(self, timeout: float | None = None) -> None:
+        """See Thread; Ctrl-C ends the wait."""
+        with waiting():
+            super().join(timeout)
 
     def result(self) -> Any:
         """What the call gave, when it has ended; raises its error."""

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, Self
 
+from moebius.rollout.interrupts import uninterrupted
+
 
 class StepBlock(ABC):
     """What steps of one group and of several replicas have in common."""
@@ -27,6 +29,7 @@ class StepBlock(ABC):
     def __enter__(self) -> Self:
         return self
 
+    @uninterrupted
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             if kind is not None and not self._closed:

@@ -76,6 +76,7 @@ class StepOnRanks:
     def _begin(self, ranks: Ranks) -> None:
         """On these ranks nothing is running yet."""
         self._watch = ProgressWatch(ranks)
+        self._taking: dict[Any, int] = {}  # a look at the ranks that has no answer yet
         self._load = [0] * len(ranks.handles)  # unfinished samples by rank that they were given to
         self._sent = [0] * len(ranks.handles)  # samples submitted to each rank since it began
         self._given: dict[SampleKey, int] = {}  # samples, and the ranks they were given to
@@ -130,9 +131,16 @@ class StepOnRanks:
         return found
 
     def _take(self) -> list[SampleResult]:
-        calls = [(self._serial,)] * len(self._load)
+        found: list[SampleResult] = []
+        if self._taking:  # what ranks have handed over they forget: Ctrl-C came in the wait for it
+            found = self._taken(self._taking)
+        self._taking = self._ranks.submit("take_results", [(self._serial,)] * len(self._load))
+        return found + self._taken(self._taking)
+
+    def _taken(self, refs: dict[Any, int]) -> list[SampleResult]:
         how: dict[str, Any] = {"timeout_s": self._ranks.silent_s, "quick": True}
-        taken = self._ranks.call("take_results", calls, what=f"step {self.step}", **how)
+        taken = self._ranks.gather(refs, what=f"step {self.step}", **how)
+        self._taking = {}
         found = []
         for rank, arrived in enumerate(taken):
             self._pieces += [piece for piece in arrived if isinstance(piece, SamplePiece)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from moebius.rollout.budget import Budget
 from moebius.rollout.errors import MoebiusError, as_the_caller_raised, callers
+from moebius.rollout.interrupts import held_back, uninterrupted, waiting
 from moebius.rollout.types import Rollout
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class RolloutStream(Iterator[Rollout]):
         self._wanted = groups if budget is None else budget.groups_wanted(groups) or groups
         self._most = groups if budget is None or budget.groups is None else budget.groups
         self._yielded = 0
-        self._over = False
+        self._over = self._is_lost = False
         self._started = time.monotonic()
         self._limit_s, self._aborted, self._next_look = limit_s, False, 0.0
         self._tokens = 0
@@ -65,15 +66,45 @@ class RolloutStream(Iterator[Rollout]):
             StopIteration: there are no more.
             RankDied, MoebiusError: the step is lost.
         """
+        group: PromptGroup | None = None
+        try:
+            with held_back():
+                group = self.take()
+            if group is not None:
+                return group.rollout()
+        except BaseException:
+            if group is not None:  # Ctrl-C came meanwhile, and nobody gets it
+                self.untake([group])
+            raise
+        raise StopIteration
+
+    def take(self) -> PromptGroup | None:
+        """As `next`; None: there are no more. Within `held_back`."""
         while True:
             if self._ready and self._yielded < self._most:
                 self._yielded += 1
-                return self._ready.popleft().rollout()
+                return self._ready.popleft()
             if self._over:
                 self._leave_surplus()
-                raise StopIteration
+                return None
             self._advance()
 
+    @uninterrupted
+    def untake(self, groups: list[PromptGroup]) -> None:
+        """Nobody has got these after all: they are the next ones again."""
+        self._yielded -= len(groups)
+        self._ready.extendleft(reversed(groups))
+
+    @uninterrupted
+    def withdraw(self) -> None:
+        """End the step, which nobody has seen: as if it had not begun, for what earlier steps have left."""
+        try:
+            if not self._over:
+                self._step.break_off()
+        finally:
+            self._lost()
+
+    @uninterrupted
     def close(self) -> None:
         """End the step, whatever it does; rollouts that were not taken are dropped, or come with the next step."""
         try:
@@ -108,7 +139,8 @@ class RolloutStream(Iterator[Rollout]):
             assert self._budget is not None
             self._stop(self._budget.rest)
         elif not self._ready:
-            time.sleep(POLL_S)
+            with waiting():
+                time.sleep(POLL_S)
 
     def _sort(self) -> None:
         self._ready.extend(group for group in self._waiting if group.complete)
@@ -132,7 +164,7 @@ class RolloutStream(Iterator[Rollout]):
         self._tokens = sum(rank.tokens for rank in progress)
         if self._on_progress is not None:
             done = self._samples - sum(len(group.missing) for group in self._waiting)
-            with callers():
+            with callers(), waiting():
                 self._on_progress(done, self._samples, self._tokens, progress[0].live, progress[0].layout)
 
     def _stop(self, rest: str) -> None:
@@ -168,7 +200,7 @@ class RolloutStream(Iterator[Rollout]):
 
     def _lost(self) -> None:
         """The step is lost, and has been closed: it is to be repeated, so its own prompts are not the next step's."""
-        self._over = True
+        self._over = self._is_lost = True
         self._sort()
         self._step.leave([group for group in self._ready if group.step != self.step])
         self._ready.clear()
@@ -177,6 +209,9 @@ class RolloutStream(Iterator[Rollout]):
         """Complete groups beyond what was asked for are the next step's; so are those of earlier steps, in any case
         but that a budget gives them up: breaking this step off is no reason to lose them.
         """
+        if self._is_lost:
+            self._lost()
+            return
         self._sort()  # what had ended when the step broke off
         surplus, self._ready = list(self._ready), deque()
         if self._budget is None:
@@ -209,6 +244,29 @@ def sealed_stream(
             step.break_off()
         finally:  # after another Ctrl-C, too
             step.leave(ready)
+        raise
+
+
+def drawn(make: Callable[[], RolloutStream]) -> list[Rollout]:
+    """All rollouts of a stream by step and number, those of its own step first. Raises as `RolloutStream.__next__`.
+
+    The step has ended then, whatever happens; after an error, what was complete is where it would be had nobody taken
+    it.
+    """
+    stream: RolloutStream | None = None
+    taken: list[PromptGroup] = []
+    try:
+        with held_back():
+            stream = make()
+            with stream:
+                while (group := stream.take()) is not None:
+                    taken.append(group)
+        own = stream.step
+        return [g.rollout() for g in sorted(taken, key=lambda g: (g.step != own, g.step, g.prompt))]
+    except BaseException:
+        if stream is not None:
+            stream.untake(taken)
+            stream.close()  # again: it leaves what was taken to the next step
         raise
 
 

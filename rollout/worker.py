@@ -262,10 +262,12 @@ class RankWorker:
             problem = f"rank {self.rank}: {error}"
         return self._in_phase(phases.UPDATE, lambda: self._running().commit_update(problem))
 
-    def drop_update(self) -> None:
-        """Give the open update up, if there is one."""
+    def drop_update(self) -> int:
+        """Give the open update up, if there is one; returns the policy version that serves."""
         self._keeping = None
-        self._in_phase(phases.UPDATE, lambda: self._running().drop_update())
+        engine = self._running()
+        self._in_phase(phases.UPDATE, engine.drop_update)
+        return engine.policy_version
 
     def pull_update(
         self, version: int, source: str, args: tuple[Any, ...], mode: UpdateMode, keep: str | None = None
@@ -350,11 +352,14 @@ class RankWorker:
 
     def _build(self, config: EngineConfig) -> EngineInfo:
         started = time.perf_counter()
-        gc.disable()  # what is imported stays; looking through it again and again takes long
+        # What is imported stays: looking through it again and again takes long. Some of it calls gc.enable().
+        thresholds = gc.get_threshold()
+        gc.set_threshold(0)
         try:
             from moebius.engine.engine import MoebiusEngine  # imports vLLM
         finally:
-            gc.enable()
+            gc.freeze()
+            gc.set_threshold(*thresholds)
         imported = time.perf_counter()
         engine = MoebiusEngine(config)
         engine.startup.import_s = imported - started

@@ -155,7 +155,8 @@ def movers(engine: Ours, tokens: int, repeats: int) -> tuple[list[dict[str, Any]
     """
     from vllm.distributed.parallel_state import get_world_group
 
-    from moebius.rollout.bench.mover import EngineLayers, measure_layers
+    from moebius.rollout.bench.mover import measure_layers
+    from moebius.rollout.bench.mover_layers import EngineLayers
 
     ours = engine.engine
     layers = EngineLayers(ours.pair, ours.world_size, tokens)
@@ -217,7 +218,7 @@ def profiled_copies(engine: Ours) -> dict[str, int]:
 
     from moebius.kernels.direct import DirectMover
     from moebius.kernels.peers import PeerError
-    from moebius.rollout.bench.mover import EngineLayers
+    from moebius.rollout.bench.mover_layers import EngineLayers
 
     ours = engine.engine
     ep, tp = (runtime.expert_modules[0] for runtime in (ours.pair.ep, ours.pair.tp))

@@ -79,7 +79,7 @@ def _context() -> BaseContext:
     if torch.cuda.is_available():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["vllm.v1.engine.llm_engine", "moebius.engine.engine"])
+    context.set_forkserver_preload(["vllm.v1.engine.llm_engine", "moebius.engine.engine", "tests.engine.frozen"])
     with _environment(ENVIRONMENT):  # what is imported reads some of it
         forkserver.ensure_running()
     return context

@@ -21,6 +21,7 @@ from moebius.rollout.bench import daemon
 from moebius.rollout.bench.results import Results, make_results, read_results
 from moebius.rollout.cli import app
 from moebius.rollout.demo_assets import make_tiny_model
+from tests.segments import segment_names
 
 START_S = 240
 CONFIG = """
@@ -223,10 +224,9 @@ def test_a_failed_job_says_why_and_the_engines_go_on(up: Path, tmp_path: Path) -
 
 def test_down_ends_the_engines(up: Path) -> None:
     owner = (daemon.running(up) or {})["owner"]
-    segments = [path for path in os.listdir("/dev/shm") if "moebius" in path]
-    assert segments
+    pid = owner.split("-")[1]
+    assert [name for name in segment_names() if f"moebius-{pid}-" in name]
     result = runner.invoke(app, ["bench", "down", "--dir", str(up)])
     assert result.exit_code == 0, result.output
     assert daemon.running(up) is None
-    pid = owner.split("-")[1]
-    assert not [path for path in os.listdir("/dev/shm") if f"moebius-{pid}-" in path]
+    assert not [name for name in segment_names() if f"moebius-{pid}-" in name]

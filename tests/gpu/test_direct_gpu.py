@@ -19,7 +19,8 @@ from moebius.kernels.direct import DirectMover, ExpertMoverName
 from moebius.kernels.plan import kv_head_ranges
 from moebius.kernels.rooms import commit_order
 from moebius.kernels.signals import How, PeerTimeout
-from moebius.rollout.bench.mover import MoverShape, measure, table
+from moebius.rollout.bench.mover import measure, table
+from moebius.rollout.bench.mover_layers import MoverShape
 from tests.engine.fleet import Fleet, sharing_gpus
 from tests.unit import direct_model as model
 from tests.unit.direct_model import Shape, Slots

@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_JOB_STOP_WAIT_TIME_S": "60",
+    "RAY_worker_niceness": "0",  # as in tests/conftest.py
 }
 
 

@@ -22,9 +22,10 @@ from moebius.rollout.demo_assets import make_tiny_model
 from moebius.rollout.errors import RankDied
 from moebius.rollout.failure_types import FailureSettings, Loss
 from moebius.rollout.group import RolloutGroup
-from moebius.rollout.shm import SHM_DIR, start_ticks
+from moebius.rollout.shm import start_ticks
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
 from tests.integration.faults import POISON, arm, read_note
+from tests.segments import segment_names
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
 LENGTHS = LengthTrace({(p, s): 6 + 7 * (2 * p + s) for p in range(5) for s in range(2)})
@@ -39,12 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def before() -> set[Path]:
-    return set(SHM_DIR.iterdir())
+def before() -> set[str]:
+    return segment_names()
 
 
 @pytest.fixture(scope="module")
-def group(model: Path, before: set[Path]) -> Iterator[RolloutGroup]:
+def group(model: Path, before: set[str]) -> Iterator[RolloutGroup]:
     engine = EngineConfig(
         model=str(model),
         dtype="float32",
@@ -67,7 +68,7 @@ def group(model: Path, before: set[Path]) -> Iterator[RolloutGroup]:
         changed = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in load_weights(model).items()}
         group.update_weights(changed, 7)
         yield group
-    left = {path.name for path in set(SHM_DIR.iterdir()) - before if path.name.startswith("moebius-")}
+    left = {name for name in segment_names() - before if name.startswith("moebius-")}
     ray.shutdown()
     assert not left
 

@@ -25,6 +25,7 @@ from moebius.rollout.failure_types import FailureSettings
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.shm import parse_ident, start_ticks
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
+from tests.segments import segment_names
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
 SHM = Path("/dev/shm")
@@ -391,7 +392,7 @@ time.sleep(600)
 
 def test_after_kill_9_of_a_driver_the_next_group_starts(model):
     config = settings(model)
-    before = set(SHM.iterdir())
+    before = segment_names()
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdin is not None and driver.stdout is not None
@@ -407,7 +408,7 @@ def test_after_kill_9_of_a_driver_the_next_group_starts(model):
     with RolloutGroup(config) as group:
         assert segments_of(pids) == []
         works(group)
-    assert set(SHM.iterdir()) <= before
+    assert segment_names() <= before
 
 
 def segments_of(pids: list[int]) -> list[Path]:

@@ -14,6 +14,7 @@ import pytest
 
 from moebius.rollout.demo_assets import make_tiny_model
 from moebius.rollout.shm import start_ticks
+from tests.segments import segment_names
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +30,9 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         "--reports", str(tmp_path / "reports"), "--token-file", str(token),
     ]  # fmt: skip
     # A folder of its own, so that no other cluster's leftovers count.
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"RAY_USAGE_STATS_ENABLED": "0"}
-    segments = set(os.listdir("/dev/shm"))
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    segments = segment_names()
     log = (tmp_path / "log").open("w+")
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=tmp_path)
     assert server.stdout is not None
@@ -64,5 +66,5 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     assert start_ticks(server.pid) is None
     reports = sorted((tmp_path / "reports").glob("step_*.json"))
     assert reports and json.loads(reports[0].read_text())["counts"]["samples"] == 1
-    left = {name for name in set(os.listdir("/dev/shm")) - segments if "moebius" in name or "cpushm" in name}
+    left = {name for name in segment_names() - segments if "moebius" in name or "cpushm" in name}
     assert not left

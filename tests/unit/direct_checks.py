@@ -13,7 +13,7 @@ import time
 import torch
 from triton.runtime import interpreter
 
-from benchmarks import kv_variants
+from benchmarks import kv_slots
 from moebius.engine.memory import SlotSizes, UnifiedBuffer
 from moebius.kernels import peer_triton
 from moebius.kernels.direct import DirectMover
@@ -131,21 +131,19 @@ def check_staged(shape: Shape, seed: int, pages: int) -> int:
 
 def check_variants() -> None:
     """The ways that benchmarks/kv_variants.py measures pass its own check, which finds a byte in the wrong place."""
-    shape = kv_variants.Shape(layers=2, heads=4, page_tokens=4, page_width=8, pages=4, live=3)
+    shape = kv_slots.Shape(layers=2, heads=4, page_tokens=4, page_width=8, pages=4, live=3)
     sizes = SlotSizes(1, 4096, shape.layers, shape.pages * shape.heads * shape.words * 4)
-    everything = list(kv_variants.VARIANTS.values())
-    for ranks, variants in ((2, everything), (4, everything[-3:-2])):
+    everything = list(kv_slots.VARIANTS.values())
+    for ranks, variants in ((1, everything), (2, everything), (4, everything[-3:-2])):
         buffers = [UnifiedBuffer(sizes, torch.device("cpu")) for _ in range(ranks)]
         bases = tuple(buffer.storage.data_ptr() for buffer in buffers)
-        owns = [kv_variants.Ranks(shape, buffer, bases, rank) for rank, buffer in enumerate(buffers)]
+        owns = [kv_slots.Ranks(shape, buffer, bases, rank) for rank, buffer in enumerate(buffers)]
         for variant, to_tp in itertools.product(variants, (True, False)):
             for own in owns:
                 own.fill(to_tp)
             for layer, own in itertools.product(owns[0].layers(to_tp), owns):
                 mover = PageMover(bases, own.rank, own.device, variant.way)
-                kv_variants.launch(
-                    own, mover, [part.on(own.device) for part in own.listing(variant, to_tp)], layer, to_tp
-                )
+                kv_slots.launch(own, mover, [part.on(own.device) for part in own.listing(variant, to_tp)], layer, to_tp)
             for own in owns:
                 own.check(variant, to_tp)
             owns[0].slot(1)[3] += 1

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from moebius.engine.calibrate import Grid, Measured, Room, expert_ms, measured, slowest_of, typical
+from moebius.engine.calibrate import Grid, Measured, Room, calibrate, expert_ms, measured, schedule, slowest_of, typical
 from moebius.engine.cost_cache import cache_path, keep
 from moebius.engine.costs import CostModel, CostPoint, SwitchPoint
 from moebius.engine.layout import Layout
-from moebius.engine.types import Iteration, SampleKey, SampleResult, StepOutcome, StepStats, SwitchRecord
+from moebius.engine.types import Iteration, SampleKey, SampleRequest, SampleResult, StepOutcome, StepStats, SwitchRecord
 from moebius.rollout.calibration import draw_costs
 from moebius.rollout.cli import app
 from moebius.rollout.errors import BadInput
@@ -57,14 +59,88 @@ def test_what_experts_take_over_the_link_and_staged() -> None:
     stats.switches = [prepared, plain]
     found = measured(stats, batch=4, context=100, iterations=3)
     assert [point.staged for point in found.switches] == [0.75, 0.0]
-    assert found.moves == ((0.75, 15.0), (0.0, 38.0))
+    assert found.moves == ((0.75, 15.0),), "the way back is never prepared: it is of no preparation's share"
+    plain.to = "TP"
+    moves = measured(stats, batch=4, context=100, iterations=3).moves
+    assert moves == ((0.75, 15.0), (0.0, 38.0))
     slower = Measured(1.0, 1.0, 0.0, 0.0, (), ((0.75, 18.0), (0.0, 36.0)))
-    assert slowest_of([slower, Measured(1.0, 1.0, 0.0, 0.0, (), found.moves)]).moves == ((0.75, 18.0), (0.0, 38.0))
-    costs = expert_ms(found.moves)
+    assert slowest_of([slower, Measured(1.0, 1.0, 0.0, 0.0, (), moves)]).moves == ((0.75, 18.0), (0.0, 38.0))
+    costs = expert_ms(moves)
     assert costs is not None and (costs.link, costs.local) == (38.0, 20.0), "longer than a quarter of the link"
     costs = expert_ms([(0.0, 38.0), (0.5, 19.5)])
     assert costs is not None and costs.local == 0.0, "the link took that long, so what the copies took is not known"
     assert expert_ms([(1.0, 15.0)]) is None
+    assert expert_ms([(0.0, 38.0)]) is None, "what a preparation saves was not seen"
+
+
+class StepsByTheRules:
+    """An engine whose steps go as the schedule says, 10 ms per EP iteration, and 25 ms while experts are sent ahead."""
+
+    rank, world_size, max_model_len, vocab_size = 0, 1, 4096, 100
+    policy: Any = None
+
+    def __init__(self, why_not: str | None = None) -> None:
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=16),
+            scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=8192),
+        )
+        pool = SimpleNamespace(usable_pages=10**6, core=SimpleNamespace(vllm_config=config))
+        self.pair = SimpleNamespace(ep=pool, tp=pool)
+        self.switcher = SimpleNamespace(drafts=None, cpu_group=None, staging=SimpleNamespace(why_not=why_not))
+        self.prepared: list[bool] = []
+
+    def run_step(self, requests: list[SampleRequest]) -> StepOutcome:
+        config, batch = self.policy.config, len(requests)
+        stats = StepStats(0, 1)
+        tp_at, ep_at = config.at_iteration, config.back_at_iteration
+        prepared_at = tp_at - config.prepare_iterations
+        prepared = config.prepare_iterations > 0 and self.switcher.staging.why_not is None
+        for i in range(requests[0].sampling["max_tokens"]):
+            layout = "TP" if tp_at <= i < ep_at else "EP"
+            ahead = prepared and prepared_at <= i < tp_at
+            ms = 7.0 if layout == "TP" else 25.0 if ahead else 10.0
+            stats.iterations.append(Iteration(0.0, layout, batch, batch, ms))
+        stats.prepared_at = [prepared_at] if prepared else []
+        stats.switches = [switch_record("TP", tp_at, 50.0), switch_record("EP", ep_at, 90.0)]
+        to_tp, to_ep = stats.switches
+        to_tp.expert_layers, to_tp.staged_layers = 4, 4 if prepared else 0
+        to_tp.device_ms, to_ep.device_ms = {"experts": 12.0 if prepared else 40.0}, {"experts": 80.0}
+        self.prepared.append(prepared)
+        return StepOutcome([], stats)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank without processes."""
+    gathered = lambda into, own, group: into.__setitem__(0, own)  # noqa: E731
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 1)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gathered)
+
+
+@pytest.mark.usefixtures("alone")
+def test_iterations_are_measured_without_experts_on_their_way_and_both_kinds_of_switches() -> None:
+    engine = StepsByTheRules()
+    costs, notes = calibrate(engine, Grid((1, 2, 4), (16, 32), iterations=6), key={})
+    assert not notes and {p.ms for p in costs.points if p.layout is EP} == {10.0}
+    # Two warm up, one of each kind; then they alternate, over batches and contexts.
+    assert engine.prepared == [False, True, False, True, True, False, False, True]
+    assert costs.experts is not None and (costs.experts.link, costs.experts.local) == (40.0, 12.0)
+    assert float(costs.switch_ms(EP, 4, 100)) == pytest.approx(90), "the way back by itself"
+    assert float(costs.switch_ms(TP, 4, 100)) > float(costs.switch_ms(TP, 4, 100, 1.0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_engine_that_cannot_prepare_is_not_asked_to() -> None:
+    engine = StepsByTheRules("engine.prepare is off")
+    costs, _ = calibrate(engine, Grid((1, 2), (16,), iterations=6), key={})
+    assert not any(engine.prepared) and len(engine.prepared) == 3 and costs.experts is None
+
+
+def test_a_switch_is_prepared_where_the_measured_iterations_end() -> None:
+    plan = schedule(3, 10, prepares=True)
+    assert plan.at_iteration - plan.prepare_iterations == 3 + 5 + 10
+    plain = schedule(3, 10, prepares=False)
+    assert (plain.at_iteration, plain.prepare_iterations) == (plan.at_iteration, 0)
 
 
 def test_slow_iterations_count_as_far_as_they_are_usual() -> None:

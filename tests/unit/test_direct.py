@@ -21,7 +21,7 @@ from moebius.kernels.experts import expert_moves
 from moebius.kernels.kv import PageMover, pages_to_ep
 from moebius.kernels.peers import Export, PeerError, export_memory, obstacle
 from moebius.rollout.bench import mover as mover_bench
-from moebius.rollout.bench.mover import MoverShape
+from moebius.rollout.bench.mover_layers import MoverShape, OwnLayers
 from tests.unit import direct_model as model
 from tests.unit.direct_model import Memory, Recorder, Shape, Slots
 
@@ -164,7 +164,7 @@ def test_one_rank_on_a_cpu(tmp_path: Path) -> None:
         assert group is not None
         with pytest.raises(PeerError, match="rank 0 cannot share its memory: a tensor on cpu"):
             DirectMover.connect(torch.zeros(64), group)
-        layers = mover_bench.OwnLayers(shape, group, torch.device("cpu"))
+        layers = OwnLayers(shape, group, torch.device("cpu"))
         for what, there, back in layers.moves(CollectiveMover(group), True):
             assert there() == back() == 0, what
     finally:

@@ -13,6 +13,7 @@ import typer.main
 
 from moebius.rollout.cli import app
 from tests.documented import ROOT, commands, commands_of, filled, register
+from tests.lanes import lanes
 
 REGISTER = register()
 RUN = [command for part in REGISTER["run"].values() for command in part]
@@ -52,12 +53,17 @@ def test_commands_of_ci_are_in_its_script() -> None:
 
 
 def test_make_test_runs_all_folders_of_tests() -> None:
-    """In two parts, side by side."""
+    """As its parts `unit` and `engines` do, with lint and types."""
     makefile = (ROOT / "Makefile").read_text()
     named = [folder for line in re.findall(r"\(BIN\)/pytest (.+)", makefile) for folder in line.split()]
-    assert sorted(named) == sorted({f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")})
+    folders = sorted({f"tests/{path.parent.name}" for path in (ROOT / "tests").glob("*/test_*.py")})
+    assert sorted(named) == folders
     [recipe] = re.findall(r"^test:.*?^\n", makefile, re.M | re.S)
-    assert {"lint", "types", "unit", "engines"} <= set(re.findall(r"\w+", recipe))
+    assert {"lint", "tests.lanes"} <= set(re.findall(r"[\w.]+", recipe))
+    words = [word for lane in lanes() for word in lane.command]
+    assert sorted(word for word in words if word.startswith("tests/")) == folders
+    packages = re.findall(r"-p (moebius\S+)", makefile)
+    assert "mypy" in words and {"moebius.rollout", "moebius.engine", "moebius.kernels"} == set(packages) <= set(words)
 
 
 @pytest.mark.parametrize("where", sorted(set(REGISTER["test"].values())))
