@@ -13,7 +13,7 @@ from moebius.rollout.batch import Prompt, assign, build_requests, check_sampling
 from moebius.rollout.budget import Budget
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, validate
 from moebius.rollout.failure_types import Loss
-from moebius.rollout.interrupts import held_back, uninterrupted
+from moebius.rollout.interrupts import handed_over, held_back, uninterrupted
 from moebius.rollout.open_step import ABORT_S, OpenStep
 from moebius.rollout.ranks import RankError, Ranks
 from moebius.rollout.recovery import GroupRecovery
@@ -77,6 +77,7 @@ class GroupSteps(GroupRecovery):
             opened = self._open_whole(prompts, n, sampling, step, lengths)
             return [] if opened is None else opened.run(on_progress)
 
+    @handed_over(RolloutStream.withdraw)
     def stream(
         self,
         prompts: Sequence[Prompt],
@@ -91,25 +92,18 @@ class GroupSteps(GroupRecovery):
         meanwhile. The group serves nothing else until the stream has ended or is closed. Raises as `generate`.
         """
         budget = budget if budget is None or isinstance(budget, Budget) else validate(Budget, budget, "budget")
-        made: RolloutStream | None = None
-        try:
-            with held_back():
-                with self._held_for("stream"):
-                    own = self._sampling(sampling)
-                    requests, ids, step = self._requests(prompts, n, own, step, lengths)
-                    ready = self.backlog.take_complete()
-                    try:
-                        opened = self._open(step, None, groups_of(requests, ids, step, 0))
-                    except BaseException:
-                        self.backlog.leave(ready)
-                        raise
-                made = sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
-            return made  # noqa: RET504  (the name is for what follows)
-        except BaseException:
-            if made is not None:  # Ctrl-C came meanwhile, and nobody gets it
-                made.withdraw()
-            raise
+        with self._held_for("stream"):
+            own = self._sampling(sampling)
+            requests, ids, step = self._requests(prompts, n, own, step, lengths)
+            ready = self.backlog.take_complete()
+            try:
+                opened = self._open(step, None, groups_of(requests, ids, step, 0))
+            except BaseException:
+                self.backlog.leave(ready)
+                raise
+        return sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
 
+    @handed_over(OpenStep.break_off)
     def open_step(
         self,
         step: int | None = None,
@@ -126,15 +120,8 @@ class GroupSteps(GroupRecovery):
         own. `replay`: whether it goes on after the loss of ranks; None: as `failures.on_failure` says. Raises
         GroupNotReady, MoebiusError as `generate`.
         """
-        opened: OpenStep | None = None
-        try:
-            with held_back(), self._held_for("open_step"):
-                opened = self._open(self._step_number(step), expected, list(groups), replay=replay)
-            return opened  # noqa: RET504  (the name is for what follows)
-        except BaseException:
-            if opened is not None:  # Ctrl-C came meanwhile, and nobody gets it
-                opened.break_off()
-            raise
+        with self._held_for("open_step"):
+            return self._open(self._step_number(step), expected, list(groups), replay=replay)
 
     def _open_whole(
         self,

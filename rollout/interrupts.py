@@ -124,3 +124,27 @@ def uninterrupted(call: Callable[P, T]) -> Callable[P, T]:
             return call(*arguments, **more)
 
     return within
+
+
+def handed_over(take_back: Callable[[Any], object]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function that is a `held_back` block, and whose result is taken back if Ctrl-C comes before its caller has it.
+
+    What it returns goes to the caller straight from here: another call in between could be interrupted as it returns.
+    """
+
+    def decorate(call: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(call)
+        def within(*arguments: P.args, **more: P.kwargs) -> T:
+            made: T | None = None
+            try:
+                with held_back():
+                    made = call(*arguments, **more)
+                return made  # noqa: RET504  (the name is for what follows)
+            except BaseException:
+                if made is not None:
+                    take_back(made)
+                raise
+
+        return within
+
+    return decorate

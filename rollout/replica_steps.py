@@ -10,7 +10,7 @@ from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.budget import Budget
 from moebius.rollout.errors import BadInput, validate
-from moebius.rollout.interrupts import held_back
+from moebius.rollout.interrupts import handed_over
 from moebius.rollout.replica_life import ReplicaLife
 from moebius.rollout.report_lanes import LaneOutcome, merge
 from moebius.rollout.shared_step import SharedStep
@@ -46,6 +46,7 @@ class ReplicaSteps(ReplicaLife):
             on_progress(samples, samples, tokens, 0, timeline[-1].layout if timeline else "EP")
         return found
 
+    @handed_over(RolloutStream.withdraw)
     def stream(
         self,
         prompts: Sequence[Prompt],
@@ -58,40 +59,26 @@ class ReplicaSteps(ReplicaLife):
     ) -> RolloutStream:
         """As `RolloutGroup.stream`."""
         budget = budget if budget is None or isinstance(budget, Budget) else validate(Budget, budget, "budget")
-        made: RolloutStream | None = None
-        try:
-            with held_back():
-                with self._held_for("stream"):
-                    step = self._step_number(step)
-                    requests, ids = self.requests_of(prompts, n, sampling, step, 0, lengths)
-                    ready = self.backlog.take_complete()
-                    try:
-                        opened = self._open(step, None, groups_of(requests, ids, step, 0))
-                    except BaseException:
-                        self.backlog.leave(ready)
-                        raise
-                made = sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
-            return made  # noqa: RET504  (the name is for what follows)
-        except BaseException:
-            if made is not None:  # Ctrl-C came meanwhile, and nobody gets it
-                made.withdraw()
-            raise
+        with self._held_for("stream"):
+            step = self._step_number(step)
+            requests, ids = self.requests_of(prompts, n, sampling, step, 0, lengths)
+            ready = self.backlog.take_complete()
+            try:
+                opened = self._open(step, None, groups_of(requests, ids, step, 0))
+            except BaseException:
+                self.backlog.leave(ready)
+                raise
+        return sealed_stream(opened, ready, budget, self.config.step_timeout_s, on_progress)
 
+    @handed_over(SharedStep.break_off)
     def open_step(
         self, step: int | None = None, expected: int | None = None, *, replay: bool | None = None
     ) -> SharedStep:
         """As `RolloutGroup.open_step`; with `replay=False`, what a lost replica had fails instead of being drawn by
         others.
         """
-        opened: SharedStep | None = None
-        try:
-            with held_back(), self._held_for("open_step"):
-                opened = self._open(self._step_number(step), expected, [], replay=replay is not False)
-            return opened  # noqa: RET504  (the name is for what follows)
-        except BaseException:
-            if opened is not None:  # Ctrl-C came meanwhile, and nobody gets it
-                opened.break_off()
-            raise
+        with self._held_for("open_step"):
+            return self._open(self._step_number(step), expected, [], replay=replay is not False)
 
     def _open(self, step: int, expected: int | None, own: list[PromptGroup], *, replay: bool = True) -> SharedStep:
         members = self._serving()

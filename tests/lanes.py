@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.processes import descendants
 from moebius.rollout.shm import start_ticks
 from tests.segments import LANE
 
@@ -166,7 +167,8 @@ def _reap(todo: Iterable[Lane]) -> list[Lane]:
 
 def _kill_all() -> None:
     """Kill every process that comes from this one, until there is none."""
-    while left := _descendants(os.getpid()):
+    # Some only have to be waited for.
+    while left := [pid for pid in descendants(os.getpid()) if start_ticks(pid) is not None]:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -174,25 +176,6 @@ def _kill_all() -> None:
                 continue
         time.sleep(POLL_S)
         _reap(())
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """Processes that come from this one and still run."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
-            except (FileNotFoundError, ProcessLookupError):  # it has ended
-                continue
-            parent = int(stat.rpartition(")")[2].split()[1])  # the command before it may hold spaces
-            children.setdefault(parent, []).append(int(entry.name))
-    found, look = [], [ancestor]
-    while look:
-        new = children.get(look.pop(), [])
-        look += new
-        found += new
-    return [pid for pid in found if start_ticks(pid) is not None]  # not those that only have to be waited for
 
 
 if __name__ == "__main__":
