@@ -352,14 +352,11 @@ class RankWorker:
 
     def _build(self, config: EngineConfig) -> EngineInfo:
         started = time.perf_counter()
-        # What is imported stays: looking through it again and again takes long. Some of it calls gc.enable().
-        thresholds = gc.get_threshold()
-        gc.set_threshold(0)
+        gc.disable()  # what is imported stays; looking through it again and again takes long
         try:
             from moebius.engine.engine import MoebiusEngine  # imports vLLM
         finally:
-            gc.freeze()
-            gc.set_threshold(*thresholds)
+            gc.enable()
         imported = time.perf_counter()
         engine = MoebiusEngine(config)
         engine.startup.import_s = imported - started
