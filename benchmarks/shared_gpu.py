@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moebius.rollout.bench.engines import visible_devices
 
+OVER_LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}  # for members that seem to be on other hosts
 _GPU = "MOEBIUS_BENCH_SHARED_GPU"
 
 # Python runs this in every process that finds it on its path, before anything else. Ray, verl and ranks name the GPUs
@@ -68,8 +69,7 @@ class SharedGpu:
         return kept | {
             _GPU: self.gpu,
             "PYTHONPATH": path,
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_IB_DISABLE": "1",
+            **OVER_LOOPBACK,
             "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": self.ranks}),
         }
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.logprob_floor import Floor
-from benchmarks.shared_gpu import SharedGpu, results_name
+from benchmarks.shared_gpu import OVER_LOOPBACK, SharedGpu, results_name
 from moebius.rollout.bench.engines import visible_devices
 from moebius.rollout.bench.results import make_results
 from moebius.rollout.demo_assets import make_tiny_model, math_reward
@@ -170,9 +170,8 @@ def environments(device: str, gpus: int, shared: SharedGpu | None = None) -> tup
         return common, common | {"CUDA_VISIBLE_DEVICES": shared.gpu}
     server, trainer = common | {"CUDA_VISIBLE_DEVICES": "0,1"}, common | {"CUDA_VISIBLE_DEVICES": "2"}
     if gpus < 3:
-        over_loopback = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        server |= over_loopback
-        trainer |= over_loopback | {"CUDA_VISIBLE_DEVICES": "0", "NCCL_HOSTID": "trainer"}
+        server |= OVER_LOOPBACK
+        trainer |= OVER_LOOPBACK | {"CUDA_VISIBLE_DEVICES": "0", "NCCL_HOSTID": "trainer"}
     return server, trainer
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -113,6 +114,12 @@ class waiting:  # noqa: N801
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._opens:
             _signals.may_come = self._might and error is None
+
+
+def pause(seconds: float) -> None:
+    """Sleep; Ctrl-C ends it."""
+    with waiting():
+        time.sleep(seconds)
 
 
 def uninterrupted(call: Callable[P, T]) -> Callable[P, T]:

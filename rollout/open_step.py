@@ -12,7 +12,7 @@ from moebius.engine.types import SampleKey, SamplePiece, StepOutcome
 from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied, as_the_caller_raised, callers
-from moebius.rollout.interrupts import held_back, uninterrupted, waiting
+from moebius.rollout.interrupts import held_back, pause, uninterrupted, waiting
 from moebius.rollout.step_block import StepBlock
 from moebius.rollout.step_ranks import Look, StepOnRanks, parked_on
 from moebius.rollout.stream import OnProgress
@@ -173,8 +173,7 @@ class OpenStep(StepOnRanks, StepBlock):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"prompt {prompt} has unfinished samples after {timeout_s} s")
             if not self._collect():
-                with waiting():
-                    time.sleep(POLL_S)
+                pause(POLL_S)
         return self._prompts[prompt].rollout()
 
     def groups(self) -> list[PromptGroup]:

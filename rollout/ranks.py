@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from moebius.rollout.config import RolloutConfig
 from moebius.rollout.errors import MoebiusError, RankDied
-from moebius.rollout.interrupts import uninterrupted, waiting
+from moebius.rollout.interrupts import pause, uninterrupted, waiting
 from moebius.rollout.marks import read_mark
 from moebius.rollout.placement import on_node, reserve
 from moebius.rollout.rank_setup import EngineInfo, RankHost, RankSetup
@@ -225,8 +225,7 @@ class Ranks:
                 for pid in left:
                     with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or not ours to kill
                         os.kill(pid, signal.SIGKILL)
-            with waiting():
-                time.sleep(0.05)
+            pause(0.05)
 
     def phase(self, rank: int) -> str | None:
         """What a rank did last, dead or alive; None where that cannot be seen."""

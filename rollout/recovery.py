@@ -14,7 +14,7 @@ import ray
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError, RankDied
 from moebius.rollout.failure_types import Loss, pause_s
 from moebius.rollout.group_life import GroupLife
-from moebius.rollout.interrupts import uninterrupted, waiting
+from moebius.rollout.interrupts import pause, uninterrupted, waiting
 from moebius.rollout.kept import SOURCE, Keeper
 from moebius.rollout.placement import connect, on_node
 from moebius.rollout.ranks import RankError, Ranks
@@ -142,8 +142,7 @@ class GroupRecovery(GroupLife):
         """Wait; a shutdown from another thread ends it."""
         until = time.monotonic() + seconds
         while not self._shut_down and time.monotonic() < until:
-            with waiting():
-                time.sleep(PAUSE_POLL_S)
+            pause(PAUSE_POLL_S)
 
     def _start_again(self) -> None:
         with waiting():

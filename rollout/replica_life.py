@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from moebius.rollout.config import Place, RolloutConfig
 from moebius.rollout.errors import GroupNotReady, MoebiusError
 from moebius.rollout.failure_types import pause_s
 from moebius.rollout.group import RolloutGroup
-from moebius.rollout.interrupts import held_back, waiting
+from moebius.rollout.interrupts import held_back, pause, waiting
 from moebius.rollout.placement import connect, resolve_device
 from moebius.rollout.replica_homes import Homes
 from moebius.rollout.replica_member import Member, Room
@@ -272,8 +271,7 @@ class ReplicaLife:
     def _await_any(self, useful: Callable[[Member], bool]) -> None:
         """Until a replica is `useful`, if one that is lost may yet come back."""
         while any(m.reviving is not None for m in self._members) and not any(useful(m) for m in self._members):
-            with waiting():
-                time.sleep(POLL_S)
+            pause(POLL_S)
 
     def ready(self) -> list[Member]:
         """Replicas that take prompts."""

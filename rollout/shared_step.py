@@ -12,7 +12,7 @@ from moebius.rollout.backlog import PromptGroup, groups_of
 from moebius.rollout.batch import Prompt
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
 from moebius.rollout.failure_types import Loss
-from moebius.rollout.interrupts import waiting
+from moebius.rollout.interrupts import pause
 from moebius.rollout.shared_lanes import SharedLanes
 from moebius.rollout.step_block import StepBlock
 from moebius.rollout.types import Rollout, Sample, Sampling
@@ -151,8 +151,7 @@ class SharedStep(SharedLanes, StepBlock):
                 raise TimeoutError(f"prompt {prompt} has unfinished samples after {timeout_s} s")
             self._look()
             if not self._prompts[prompt].complete:
-                with waiting():
-                    time.sleep(POLL_S)
+                pause(POLL_S)
         return self._prompts[prompt].rollout()
 
     def progress(self) -> list[Progress]:
@@ -185,8 +184,7 @@ class SharedStep(SharedLanes, StepBlock):
         try:
             while not self._closed and any(group.missing for group in self._groups.values()):
                 self._look()
-                with waiting():
-                    time.sleep(POLL_S)
+                pause(POLL_S)
         except MoebiusError:
             raise
         except BaseException:  # Ctrl-C: the replicas serve other calls, and what earlier steps have left is kept

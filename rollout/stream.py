@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moebius.rollout.budget import Budget
 from moebius.rollout.errors import MoebiusError, as_the_caller_raised, callers
-from moebius.rollout.interrupts import held_back, uninterrupted, waiting
+from moebius.rollout.interrupts import held_back, pause, uninterrupted, waiting
 from moebius.rollout.types import Rollout
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ class RolloutStream(Iterator[Rollout]):
             assert self._budget is not None
             self._stop(self._budget.rest)
         elif not self._ready:
-            with waiting():
-                time.sleep(POLL_S)
+            pause(POLL_S)
 
     def _sort(self) -> None:
         self._ready.extend(group for group in self._waiting if group.complete)

@@ -148,20 +148,25 @@ class World:
         return [MemoryChange(rank, 100, 90, 0.1) for rank in range(2)]
 
 
+def set_up(group: Any, ranks: Any) -> None:
+    """What a group of these two ranks has between steps, without any start."""
+    engine = SimpleNamespace(policy=SimpleNamespace(kind="rollout", back_at_iteration=None), seed=0)
+    group.config = SimpleNamespace(
+        ranks=2, failures=FailureSettings(), step_timeout_s=None, engine=engine, update_mode="staged", sampling=None
+    )
+    group.policy_version, group.backlog, group._next_step = 3, Backlog(), 1
+    group._ranks = ranks
+    group._problem, group._updated, group._shut_down = None, False, False
+    group._one_call, group._serial, group._running = threading.Lock(), 0, None
+    group._asleep = set()
+
+
 class Group(RolloutGroup):
     """One of two ranks; two prompts of step 0 are parked, and one of it is complete, that nobody was given."""
 
     def __init__(self) -> None:
-        engine = SimpleNamespace(policy=SimpleNamespace(kind="rollout", back_at_iteration=None), seed=0)
-        self.config: Any = SimpleNamespace(
-            ranks=2, failures=FailureSettings(), step_timeout_s=None, engine=engine, update_mode="staged", sampling=None
-        )
-        self.policy_version, self.backlog, self._next_step = 3, Backlog(), 1
         self.world = World()
-        self._ranks: Any = self.world
-        self._problem, self._updated, self._shut_down = None, False, False
-        self._one_call, self._serial, self._running = threading.Lock(), 0, None
-        self._asleep = set()
+        set_up(self, self.world)
         self.older = prompts(0, 2)
         self.world.parked = {request.key for group in self.older for request in group.requests.values()}
         self.backlog.keep(self.older, dict.fromkeys(self.world.parked, 1))

@@ -10,17 +10,16 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from moebius.engine.types import SampleKey, SampleRequest
+from moebius.engine.types import SampleKey
 from moebius.rollout import placement, ranks, replica_homes, replica_life, shared_step
-from moebius.rollout.backlog import Backlog, PromptGroup, groups_of
 from moebius.rollout.errors import GroupNotReady, MoebiusError
-from moebius.rollout.failure_types import FailureSettings
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.ranks import Ranks
 from moebius.rollout.replica_task import Task
 from moebius.rollout.replicas import RolloutReplicas
 from moebius.rollout.shared_lanes import SharedLanes
 from moebius.rollout.types import Rollout
+from tests.unit.instant_world import prompts, set_up
 from tests.unit.replica_group import FakeGroup, FakeStep
 from tests.unit.replica_world import PROMPTS, Make, fake, spread, tokens
 
@@ -217,19 +216,10 @@ class Group(RolloutGroup):
     """One of FakeRanks, with a sample of step 0 parked on rank 1."""
 
     def __init__(self) -> None:
-        self.config: Any = SimpleNamespace(ranks=2, failures=FailureSettings(), step_timeout_s=None)
-        self.policy_version, self.backlog, self._next_step = 3, Backlog(), 1
         self.ranks = FakeRanks()
-        self._ranks: Any = self.ranks
-        self._problem, self._updated, self._shut_down = None, False, False
-        self._one_call, self._serial, self._running = threading.Lock(), 0, None
-        self._asleep = set()
-        self.older = prompts(0)
+        set_up(self, self.ranks)
+        self.older = prompts(0, 1)
         self.backlog.keep(self.older, {SampleKey(0, 0, 0): 1})
-
-
-def prompts(step: int) -> list[PromptGroup]:
-    return groups_of([SampleRequest(SampleKey(0, 0, step), [1], {"max_tokens": 9}, 0)], [[1]], step, 0)
 
 
 def lost(group: Group, kept: int = 1) -> None:
@@ -244,7 +234,7 @@ def lost(group: Group, kept: int = 1) -> None:
 @pytest.mark.parametrize("end", ["close", "park", "break_off"])
 def test_while_a_groups_step_is_broken_off(end: str) -> None:
     group = Group()
-    step = group.open_step(groups=prompts(1))
+    step = group.open_step(groups=prompts(1, 1))
     with pytest.raises(KeyboardInterrupt):
         getattr(step, end)()
     assert "abort" in group.ranks.told and group.ranks.interrupts == (1 if end == "break_off" else 2)
@@ -255,7 +245,7 @@ def test_while_a_groups_step_is_broken_off(end: str) -> None:
 def test_while_a_groups_block_is_left(monkeypatch: Patch) -> None:
     """Ctrl-C even before the samples are aborted."""
     group = Group()
-    step = group.open_step(groups=prompts(1))
+    step = group.open_step(groups=prompts(1, 1))
     monkeypatch.setattr(type(step), "abort", interrupt)
     with pytest.raises(KeyboardInterrupt), step:
         raise KeyboardInterrupt
