@@ -260,6 +260,7 @@ def graphs(
     out: Out,
     config: Config = None,
     folder: Dir = None,
+    engines: Names = "moebius,moebius+eager",
     overrides: Sets = None,
     ranks: Ranks = None,
     weights: Weights = "dummy",
@@ -270,10 +271,10 @@ def graphs(
     rounds: Rounds = 3,
     seed: Seed = 0,
 ) -> None:
-    """Decode with and without CUDA graphs, in both layouts. Needs CUDA."""
+    """Decode with and without CUDA graphs, in both layouts; stock engines may be added. Needs CUDA."""
     options = _sweep_options(batches, context, iterations, window, rounds, seed)
     setting = (config, overrides, ranks, max(options["batches"]), weights, out)
-    _finish(_run("graphs", options, "moebius,moebius+eager", folder, setting), out)
+    _finish(_run("graphs", options, engines, folder, setting), out)
 
 
 @app.command()

@@ -292,6 +292,7 @@ def stock_vllm_config(config: EngineConfig, settings: StockSettings, ranks: int)
         "attention_backend": config.attention_backend,
         "seed": config.seed,
         "disable_log_stats": True,
+        "disable_custom_all_reduce": not config.custom_all_reduce,
         "distributed_executor_backend": "mp" if settings.multiprocess else "external_launcher",
     }
     if settings.layout == "EP":

@@ -8,13 +8,14 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from moebius.engine.config import EngineConfig
-from moebius.rollout.bench import daemon
+from moebius.rollout.bench import daemon, rank
 from moebius.rollout.bench.engines import (
     BenchSetup,
     EngineSpec,
@@ -290,3 +291,15 @@ def test_wrong_arguments(tmp_path: Path, arguments: list[str], words: str) -> No
     result = runner.invoke(app, ["bench", *arguments, "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_stock_takes_over_what_ours_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without peer access needs it off in all engines that are compared."""
+    monkeypatch.setattr(
+        "vllm.engine.arg_utils.EngineArgs", lambda **words: SimpleNamespace(create_engine_config=lambda: words)
+    )
+    for wanted in (True, False):
+        config = EngineConfig(model="none", custom_all_reduce=wanted)
+        for settings in (rank.StockSettings(layout="EP"), rank.StockSettings(layout="TP", multiprocess=True)):
+            found = rank.stock_vllm_config(config, settings, 2)
+            assert found["disable_custom_all_reduce"] is not wanted

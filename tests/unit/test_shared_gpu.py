@@ -15,6 +15,7 @@ import pytest
 from benchmarks import shared_gpu, trl_gpu, verl_gpu
 from benchmarks.shared_gpu import SharedGpu, results_name
 from benchmarks.verl_jobs import OURS, Job, Shape
+from moebius.rollout.bench.results import make_results, read_results
 from moebius.rollout.rank_setup import RankSetup, rank_environment
 
 # What a rank does, on the GPU that Ray calls 1: `argv[1]` are the variables that it sets.
@@ -121,3 +122,28 @@ def test_calls_of_a_job(tmp_path: Path) -> None:
         ("update_weights", 1), ("received", 2), ("generate", 2), ("sleep", 1), ("received", 1), ("received", 1)
     ]  # fmt: skip
     assert rows[1] == {"call": "received", "bytes": 8, "sum": 2.5, "times": 2}, "both ranks got the same"
+
+
+def test_a_command_counts_ranks_and_its_ranks_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sees a GPU per rank; a rank, which is told of them as by the fleet, the one that there is."""
+    seen = tmp_path / "seen.json"
+    rank = "import json, os; os.environ['CUDA_VISIBLE_DEVICES'] = '7,7'; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    command = f"""
+import json, os, subprocess, sys
+listed = os.environ["CUDA_VISIBLE_DEVICES"]
+rank = subprocess.check_output([sys.executable, "-c", {rank!r}], text=True).strip()
+json.dump([listed, rank], open({str(seen)!r}, "w"))
+sys.exit(5)
+"""
+    results = make_results("memory", command="bench memory", options={}, results={"x": 1.0}, curves=[], series={})
+    (tmp_path / "memory.json").write_text(results.model_dump_json())
+    monkeypatch.setattr(shared_gpu, "visible_devices", lambda: ["7"])
+    words = ["shared_gpu", "--ranks", "2", "--out", str(tmp_path), sys.executable, "-c", command]
+    monkeypatch.setattr(sys, "argv", words)
+    assert shared_gpu.main() == 5, "the command's own status"
+    assert json.loads(seen.read_text()) == ["7,7", "7"]
+    (note,) = read_results(tmp_path / "memory.json").notes
+    assert note.startswith("one GPU shared by 2 ranks") and "say nothing" in note
+    monkeypatch.setattr(shared_gpu, "visible_devices", lambda: ["0", "1"])
+    with pytest.raises(SystemExit):
+        shared_gpu.main()
