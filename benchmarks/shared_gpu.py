@@ -100,15 +100,22 @@ def results_name(trainer: str, shared: SharedGpu | None) -> str:
     return f"{trainer}_x2" if shared is None else f"{trainer}_shared_x1"
 
 
-def note_in(folder: Path, ranks: int) -> None:
-    """Add to every file of results in `folder` that ranks shared a GPU."""
-    for path in sorted(folder.glob("*.json")):
+def note_in(folder: Path, ranks: int, before: Mapping[Path, int]) -> None:
+    """Add to results in `folder` that ranks shared a GPU, but not to files that are as old as `before` says."""
+    for path, written in written_in(folder).items():
+        if before.get(path) == written:
+            continue  # of another run
         try:
             results = read_results(path)
         except BadInput:
             continue  # costs, lengths and the like
         results.notes.append(f"one GPU shared by {ranks} ranks, {_NO_TIMES}; memory of the device is all ranks'")
         path.write_text(results.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def written_in(folder: Path) -> dict[Path, int]:
+    """The files that may be results, and when each was written."""
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*.json"))}
 
 
 def main() -> int:
@@ -124,12 +131,13 @@ def main() -> int:
     if shared is None:
         parser.error(f"{chosen.ranks} GPUs are there: run the command itself")
     devices = {} if chosen.ray else {"CUDA_VISIBLE_DEVICES": ",".join([shared.gpu] * chosen.ranks)}
+    before = {} if chosen.out is None else written_in(chosen.out)
     try:
         status = subprocess.call(chosen.command, env=shared.environment(os.environ) | devices)
     finally:
         shared.close()
     if chosen.out is not None:
-        note_in(chosen.out, chosen.ranks)
+        note_in(chosen.out, chosen.ranks, before)
     return status
 
 

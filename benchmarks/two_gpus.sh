@@ -59,7 +59,7 @@ measure() {
     alone policies policies 20
     run "$python" -m benchmarks.policy_sim --gpu "$out/policies/policies.json" --out "$docs"
     ;;
-  serving) alone serving serving 20 --time-scale 0.2 --requests-scale 0.2 --cooldown-s 1 ;;
+  serving) alone serving serving 20 --time-scale 0.2 --requests-scale 0.2 --cooldown-s 1 --threshold 400 ;; # about where the layouts cross
   tail)
     run "$python" -m benchmarks.arithmetic_model "$out/arithmetic"
     run "$python" -m benchmarks.tail_spec --model "$out/arithmetic" --seconds 300 --out "$out/tail_spec_x2.json"

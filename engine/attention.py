@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moebius.engine.dense import DenseWeights
 from moebius.engine.layout import Layout
 
 QKV, OUT = ".qkv_proj", ".o_proj"
@@ -45,8 +46,9 @@ def head_moves(heads: int, kv_heads: int, ranks: int, rank: int) -> tuple[int, i
 class SharedAttention:
     """The projections of one rank. `form` is the layout whose products are right at present."""
 
-    def __init__(self) -> None:
+    def __init__(self, dense: DenseWeights) -> None:
         self.form = Layout.EP
+        self._dense = dense
         self._whole: dict[str, torch.Tensor] = {}  # by the layer's name; made with TP, which is built first
         self._bound: dict[Layout, set[str]] = {layout: set() for layout in Layout}
         self._heads: dict[str, torch.Tensor] = {}  # the same memory as [heads, bytes of one]
@@ -109,7 +111,7 @@ class SharedAttention:
 
     def _make(self, name: str, shape: tuple[int, int], meta: torch.Tensor, device: torch.device) -> torch.Tensor:
         # Zeros: TP warms up on them before EP's weights are loaded.
-        self._whole[name] = torch.zeros(shape, dtype=meta.dtype, device=device)
+        self._whole[name] = self._dense.zeros(shape, meta.dtype, device)
         return self._whole[name]
 
     def check(self, layers: int) -> None:

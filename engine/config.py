@@ -118,7 +118,7 @@ class TailConfig(BaseModel):
         "rows x vocabulary, and the largest CUDA graph follow from it.",
     )
     draft_memory_tokens: PositiveInt = Field(
-        1 << 21, description="Text that drafts are taken from, in tokens per rank; 40 bytes of host memory each."
+        1 << 21, description="Text that drafts are taken from, in tokens per rank; 52 bytes of host memory each."
     )
 
     @field_validator("speculation", mode="before")
@@ -219,7 +219,7 @@ class EngineConfig(BaseModel):
     )
     memory: Literal["auto", "virtual", "plain"] = Field(
         "auto",
-        description="Memory of experts and KV on GPUs. virtual: can be given back and returned at the same addresses, "
+        description="Memory of weights and KV on GPUs. virtual: can be given back and returned at the same addresses, "
         "as sleep needs; plain: one allocation; auto: virtual where devices and ranks can do it.",
     )
     async_scheduling: bool = Field(

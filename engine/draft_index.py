@@ -2,9 +2,10 @@
 
 The structure is that of LZ77 compressors (Ziv and Lempel 1977, with the hash chains of RFC 1951, section 4): a ring of
 tokens, a hash table from the last `GRAM` tokens to the newest place they ended at, and at each place the one before it
-with the same hash. An entry also points to the tokens before and after it in its own sequence, so that sequences which
-grow at the same time may lie in the ring in any order. Adding a token costs the same whatever the ring holds; when the
-ring is full its oldest tokens are overwritten, so memory is bounded from the start.
+with the same hash; and the same once more for the last `LONG` tokens, since in much text about one thing the newest
+places of a short match are not the best. An entry also points to the tokens before and after it in its own sequence, so
+that sequences which grow at the same time may lie in the ring in any order. Adding a token costs the same whatever the
+ring holds; when the ring is full its oldest tokens are overwritten, so memory is bounded from the start.
 
 A draft follows the continuations of the longest matches, which vote with the squares of their lengths (as suffix
 decoding does by counts, arXiv 2411.04975). Everything is integer arithmetic but one division per token: equal inputs
@@ -20,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 GRAM = 2  # tokens that must match before a place counts
+LONG = 5  # tokens of a match that is looked for first
 LONGEST = 24  # matches are not followed further back
-PLACES = 32  # newest places looked at
+PLACES = 32  # newest places looked at, of long matches and of short ones
+ENOUGH = 3  # long matches beside which short ones are not looked for
 _DOUBT = GRAM * GRAM  # weight of what has never been seen
 
 Ints = npt.NDArray[np.int64]
@@ -43,8 +46,8 @@ class DraftIndex:
         if capacity < 2 or capacity & (capacity - 1):
             raise ValueError(f"the capacity must be a power of two, got {capacity}")
         self.text = np.zeros(capacity, dtype=np.int32)
-        self.links = np.full((capacity, 3), -1, dtype=np.int64)  # before, after, same hash
-        self.heads = np.full(capacity, -1, dtype=np.int64)
+        self.links = np.full((capacity, 4), -1, dtype=np.int64)  # before, after, same hash of GRAM, and of LONG
+        self.heads = np.full((2, capacity), -1, dtype=np.int64)  # by hash of GRAM, and of LONG
         self.clock = np.zeros(1, dtype=np.int64)  # tokens added so far
         self.last = np.full(slots, -1, dtype=np.int64)  # by slot: its newest token's position
         self.known = np.zeros(slots, dtype=np.int64)  # by slot: tokens added
@@ -97,21 +100,23 @@ def _put(text, links, heads, clock, scope, token, before):
     clock[0] = here + 1
     at = here & mask
     text[at] = token
-    links[at, 0], links[at, 1], links[at, 2] = before, -1, -1
+    links[at, 0], links[at, 1], links[at, 2], links[at, 3] = before, -1, -1, -1
     oldest = here - len(text)  # positions up to it are overwritten
     if before >= 0 and before > oldest:
         links[before & mask, 1] = here
-    # FNV-1a over scope and the last GRAM tokens.
+    # FNV-1a over scope and the last GRAM tokens, and on to LONG.
     key = (np.uint64(14695981039346656037) ^ np.uint64(scope)) * np.uint64(1099511628211)
     place = here
-    for _ in range(GRAM):
+    for n in range(LONG):
         if place < 0 or place <= oldest:
             return here
         key = (key ^ np.uint64(text[place & mask])) * np.uint64(1099511628211)
         place = links[place & mask, 0]
-    slot = np.int64((key ^ (key >> np.uint64(29))) & np.uint64(mask))
-    links[at, 2] = heads[slot]
-    heads[slot] = here
+        if n == GRAM - 1 or n == LONG - 1:
+            slot = np.int64((key ^ (key >> np.uint64(29))) & np.uint64(mask))
+            kind = np.int64(n == LONG - 1)
+            links[at, 2 + kind] = heads[kind, slot]
+            heads[kind, slot] = here
     return here
 
 
@@ -175,15 +180,17 @@ def _drafts(text, links, heads, clock, last, slots, limits, tokens, chance, coun
         if limit <= 0 or end < 0 or end <= oldest:
             continue
         matches = 0
-        other = links[end & mask, 2]
-        for _ in range(PLACES):
-            if other < 0 or other <= oldest:
-                break
-            same = _match(text, links, clock, end, other)
-            if same >= GRAM:
-                place[matches], length[matches] = other, same
-                matches += 1
-            other = links[other & mask, 2]
+        # Short ones where there are few long ones; then all long ones are known.
+        for kind in range(1, -1, -1):
+            other = links[end & mask, 2 + kind] if matches < ENOUGH else np.int64(-1)
+            for _ in range(PLACES):
+                if other < 0 or other <= oldest or matches == PLACES:
+                    break
+                same = _match(text, links, clock, end, other)
+                if same >= LONG if kind else GRAM <= same < LONG:
+                    place[matches], length[matches] = other, same
+                    matches += 1
+                other = links[other & mask, 2 + kind]
         for n in range(limit):
             # What every match says. One that has come to the end of this very text goes on with the draft.
             alive = 0

@@ -19,6 +19,7 @@ from moebius.engine.cost_cache import costs_at_start
 from moebius.engine.costs import CostModel
 from moebius.engine.front import RequestFront
 from moebius.engine.front_requests import ParkedSample
+from moebius.engine.garbage import nothing_collected
 from moebius.engine.inbox import AbortBox, Inbox
 from moebius.engine.layout import Layout, ModelShape
 from moebius.engine.movers import make_mover
@@ -302,7 +303,7 @@ class MoebiusEngine:
     def sleep(self, tags: Sequence[MemoryTag] = ("weights", "kv_cache"), *, keep_weights: bool = False) -> MemoryChange:
         """Give memory back between two steps, at unchanged addresses; a collective. Until `wake_up`, steps are refused.
 
-        Without `keep_weights` the experts are gone: steps are refused until a full update has come. Parked samples that
+        Without `keep_weights` the weights are gone: steps are refused until a full update has come. Parked samples that
         held KV pages compute their KV again.
 
         Raises BackingError where memory cannot be given back, EngineDirty after a broken step.
@@ -337,12 +338,13 @@ class MoebiusEngine:
         return memory_account(self.pair, self.startup, self.rank)
 
     def shutdown(self) -> None:
-        """End both cores and the process group; a collective."""
+        """End both cores and the process group; a collective. The process is to end next: nothing is collected."""
         if self.switcher.drafts is not None:
             self.switcher.drafts.close()
         self.switcher.mover.close()
-        for runtime in (self.pair.ep, self.pair.tp):
-            runtime.core.shutdown()
+        with nothing_collected():
+            for runtime in (self.pair.ep, self.pair.tp):
+                runtime.core.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -31,6 +31,7 @@ from moebius.engine.attention import SharedAttention
 from moebius.engine.backing import make_backing
 from moebius.engine.capture import capture_sizes, draft_sizes, tp_batched_tokens
 from moebius.engine.config import EngineConfig
+from moebius.engine.dense import DenseWeights
 from moebius.engine.families import warn_if_unchecked
 from moebius.engine.layout import Layout, ModelShape, ShardMap
 from moebius.engine.memory import SlotSizes, UnifiedBuffer
@@ -111,8 +112,9 @@ class RuntimePair:
         # TP first: its groups are set aside, then the front is built around the EP core, whose experts (loaded last)
         # are the ones that stand in the buffer afterwards.
         embeddings: dict[int, torch.Tensor] = {}
-        self.attention = SharedAttention() if config.attention_weights == "shared" else None
-        shared = (embeddings, self.attention)
+        self.dense = DenseWeights.beside(self.buffer.backing, self.buffer.storage.device)
+        self.attention = SharedAttention(self.dense) if config.attention_weights == "shared" else None
+        shared = (embeddings, self.attention, self.dense)
         with self.clock.runtime(Layout.TP), vllm_patches.binding(self.buffer, Layout.TP, *shared) as bound:
             core = EngineCore(tp_config, Executor.get_class(tp_config), log_stats=False)
         self.tp = _finish(Layout.TP, core, bound, config)
@@ -132,6 +134,7 @@ class RuntimePair:
         self.ep = _finish(Layout.EP, client.engine_core, bound, config)
         self._dp_group = self.front.dp_group
         self._check_aliasing()
+        self.dense.keep(p for runtime in (self.ep, self.tp) for p in runtime.runner.model.parameters())
         if self.drafter is not None:
             self.drafter.reserve()
         self.active = self.ep

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moebius.engine.attention import SharedAttention
+from moebius.engine.dense import DenseWeights
 from moebius.engine.layout import Layout
 from moebius.engine.memory import UnifiedBuffer
 
@@ -40,6 +41,7 @@ class Binding:
     embeddings: dict[int, torch.Tensor] = field(default_factory=dict)
     embeddings_made: int = 0
     attention: SharedAttention | None = None  # None: each runtime has its own
+    dense: DenseWeights = field(default_factory=lambda: DenseWeights(None))
 
 
 _binding: Binding | None = None
@@ -51,8 +53,9 @@ def binding(
     layout: Layout,
     embeddings: dict[int, torch.Tensor] | None = None,
     attention: SharedAttention | None = None,
+    dense: DenseWeights | None = None,
 ) -> Iterator[Binding]:
-    """Route expert and KV allocations of the engine built inside the block into `buffer`.
+    """Route expert and KV allocations of the engine built inside the block into `buffer`, other weights into `dense`.
 
     Engines built with the same `embeddings` or `attention` share theirs: build TP first. None: each has its own.
     """
@@ -60,6 +63,8 @@ def binding(
     if _binding is not None:
         raise PatchError("two runtimes cannot be built at the same time")
     _binding = Binding(buffer, layout, embeddings={} if embeddings is None else embeddings, attention=attention)
+    if dense is not None:
+        _binding.dense = dense
     try:
         yield _binding
     finally:
@@ -150,7 +155,7 @@ def _common_changes() -> list[Target]:
         *_upstream_fixes(),
         (UnquantizedFusedMoEMethod, "create_weights", _expert_parameters_in_slots),
         (UnquantizedEmbeddingMethod, "create_weights", _embeddings_shared),
-        (UnquantizedLinearMethod, "create_weights", _attention_shared),
+        (UnquantizedLinearMethod, "create_weights", _linear_weights_placed),
         (GPUModelRunner, "_allocate_kv_cache_tensors", _kv_in_slots),
         (GPUModelRunner, "_check_and_update_cudagraph_mode", _graphs_of_a_tail_with_drafts),
         (core, "init_none_hash", _same_hash_root),
@@ -272,14 +277,14 @@ def _embeddings_shared(original: Any) -> Any:
         meta = layer.weight
         rows, width = meta.shape
         if _binding.layout is Layout.TP:
-            whole = torch.empty((rows * layer.tp_size, width), dtype=meta.dtype, device=device)
+            whole = _binding.dense.zeros((rows * layer.tp_size, width), meta.dtype, device)
             _binding.embeddings[number] = whole
             rank = get_tensor_model_parallel_rank()
             weight = whole[rank * rows : (rank + 1) * rows]
         else:
             found = _binding.embeddings.get(number)
             fits = found is not None and found.shape == meta.shape and found.dtype == meta.dtype
-            weight = found if fits and found is not None else torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            weight = found if fits and found is not None else _binding.dense.zeros(meta.shape, meta.dtype, device)
         parameter = torch.nn.Parameter(weight, requires_grad=False)
         parameter.__dict__.update(meta.__dict__)
         layer.register_parameter("weight", parameter)
@@ -290,16 +295,20 @@ def _embeddings_shared(original: Any) -> Any:
     return create_weights
 
 
-def _attention_shared(original: Any) -> Any:
-    """TP's attention projections are views of EP's, where the engine is to have them once (moebius.engine.attention).
+def _linear_weights_placed(original: Any) -> Any:
+    """Weights of linear layers lie where sleep can give them back (moebius.engine.dense).
 
-    What is loaded into TP's would be EP's heads in another order by then: its loader takes nothing.
+    TP's attention projections are views of EP's, where the engine is to have them once (moebius.engine.attention). What
+    is loaded into TP's would be EP's heads in another order by then: its loader takes nothing.
     """
 
     def create_weights(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-        shared = None if _binding is None else _binding.attention
-        if _binding is None or shared is None or not shared.takes(layer):
+        if _binding is None:
             return original(self, layer, *args, **kwargs)
+        shared = _binding.attention
+        if shared is None or not shared.takes(layer):
+            original(self, layer, *args, **kwargs)
+            return _binding.dense.adopt(layer.weight)
         device = torch.get_default_device()
         with torch.device("meta"):
             original(self, layer, *args, **kwargs)

@@ -41,7 +41,7 @@ class GroupMemory(GroupRecovery):
         """Give memory back, between steps; addresses stay, so that CUDA graphs do too.
 
         Args:
-            tags: weights (the experts of both layouts) and kv_cache. What is asleep already stays so.
+            tags: weights (experts, attention, embeddings) and kv_cache. What is asleep already stays so.
             keep_weights: keep a copy in host memory and put it back on waking. Otherwise `generate` refuses
                 after waking until a full update has come.
 

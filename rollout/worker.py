@@ -6,7 +6,6 @@ engine call goes to one dedicated thread; the actor's other threads answer `prog
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moebius.engine import phases
 from moebius.engine.config import EngineConfig
+from moebius.engine.garbage import imports_kept
 from moebius.engine.types import (
     MemoryChange,
     MemoryTag,
@@ -352,11 +352,8 @@ class RankWorker:
 
     def _build(self, config: EngineConfig) -> EngineInfo:
         started = time.perf_counter()
-        gc.disable()  # what is imported stays; looking through it again and again takes long
-        try:
+        with imports_kept():
             from moebius.engine.engine import MoebiusEngine  # imports vLLM
-        finally:
-            gc.enable()
         imported = time.perf_counter()
         engine = MoebiusEngine(config)
         engine.startup.import_s = imported - started

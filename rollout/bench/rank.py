@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moebius.engine.config import EngineConfig, PolicyConfig
+from moebius.engine.garbage import imports_kept, nothing_collected
 from moebius.engine.types import SampleKey, SampleRequest, StepOutcome
 from moebius.rollout.bench.traces import Workload
 
@@ -72,7 +73,8 @@ class Ours:
     """A MoebiusEngine of one rank."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from moebius.engine.engine import MoebiusEngine
+        with imports_kept():
+            from moebius.engine.engine import MoebiusEngine
 
         self.engine: Any = MoebiusEngine(config)
 
@@ -159,8 +161,9 @@ class Stock:
     """vLLM's own LLMEngine of one rank, unchanged, stepped as LLMEngine.step and its callers do."""
 
     def __init__(self, config: EngineConfig, settings: StockSettings, ranks: int) -> None:
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
+        with imports_kept():
+            from vllm.v1.engine.llm_engine import LLMEngine
+            from vllm.v1.executor import Executor
 
         if settings.patched:
             from moebius.engine import vllm_patches
@@ -267,7 +270,8 @@ class Stock:
 
     def shutdown(self) -> None:
         """Close the engine and its workers."""
-        self.front.engine_core.shutdown()
+        with nothing_collected():
+            self.front.engine_core.shutdown()
 
 
 def stock_vllm_config(config: EngineConfig, settings: StockSettings, ranks: int) -> Any:

@@ -34,6 +34,15 @@ ENVIRONMENT = {
     "TRITON_F32_DEFAULT": "ieee",  # else products of fp32 experts and attention run in TF32
 }
 
+# What a rank on CPU imports until its engine is there: all that takes long.
+IMPORTS = (
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.qwen3_moe",
+    "moebius.engine.engine",
+)
+
 if not torch.cuda.is_available():
     ENVIRONMENT["TORCHDYNAMO_DISABLE"] = "1"  # eager anyway; compiling the sampler helpers takes longer than the tests
 
@@ -79,7 +88,7 @@ def _context() -> BaseContext:
     if torch.cuda.is_available():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["vllm.v1.engine.llm_engine", "moebius.engine.engine", "tests.engine.frozen"])
+    context.set_forkserver_preload([*IMPORTS, "tests.engine.frozen"])
     with _environment(ENVIRONMENT):  # what is imported reads some of it
         forkserver.ensure_running()
     return context

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,27 @@ def test_layouts_and_a_switch(subject: Subject, policy: str) -> None:
 def test_there_and_back(subject: Subject) -> None:
     outcomes = subject.check(work.run_alternating, [4, 9, 14])
     assert [s.to for s in outcomes[0].stats.switches] == ["TP", "EP", "TP"]
+
+
+def unused_weights(engine: Any) -> tuple[int, list[list[int]]]:
+    """How many weights are in memory that sleep gives back, and the shapes of those that no model has."""
+    held = engine.pair.dense.tensors()
+    models = [runtime.runner.model for runtime in (engine.pair.ep, engine.pair.tp)]
+    starts = [weight.data_ptr() for model in models for weight in model.parameters()]
+    used = [any(0 <= start - weight.data_ptr() < weight.nbytes for start in starts) for weight in held]
+    return len(held), [list(weight.shape) for weight, is_used in zip(held, used, strict=True) if not is_used]
+
+
+def test_only_weights_that_are_used_are_held(tmp_path: Path) -> None:
+    """A tied output head is replaced by the embedding once it is made."""
+    fleet = Fleet(
+        RANKS, work.make_engine, work.config(make_family_model("qwen2_moe", tmp_path, tie_word_embeddings=True))
+    )
+    try:
+        for held, unused in fleet.call(unused_weights):
+            assert held and not unused
+    finally:
+        fleet.close()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["per expert", "fused"])

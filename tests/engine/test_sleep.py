@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moebius.engine.account import covered
 from moebius.engine.config import PolicyConfig
 from moebius.engine.memory import BackingError
 from moebius.engine.types import MemoryTag
@@ -62,8 +63,8 @@ def test_memory_is_returned_and_weights_come_back(fleet: Fleet, want: dict, mode
     where = fleet.call(work.addresses)
     sizes = fleet.call(regions)
     for (before, after, change), size in zip(fleet.call(fill_and_sleep, BOTH, True), sizes, strict=True):
-        assert change.nbytes == size["experts"] + size["kv"]
-        host_copy = size["experts"]
+        assert change.nbytes == size["experts"] + size["kv"] + size["dense"]
+        host_copy = size["experts"] + size["dense"]
         assert before - after >= 0.95 * size["kv"] - host_copy, (before, after, size)
         assert abs(change.freed - (before - after)) < 4 << 20
     with pytest.raises(RankError, match=r"given back \(kv_cache, weights\): call wake_up"):
@@ -74,7 +75,46 @@ def test_memory_is_returned_and_weights_come_back(fleet: Fleet, want: dict, mode
 
 
 def regions(engine: Any) -> dict[str, int]:
-    return {name: nbytes for name, (_, nbytes) in engine.pair.buffer.regions.items()}
+    found = {name: nbytes for name, (_, nbytes) in engine.pair.buffer.regions.items()}
+    return found | {"dense": sum(tensor.nbytes for tensor in engine.pair.dense.tensors())}
+
+
+def large_weights(engine: Any) -> tuple[int, int, bool, bool]:
+    """Bytes of all weights that are no experts, of those that sleep gives back, and whether these are zeros.
+
+    Last, whether the large matrices of both runtimes are all among them.
+    """
+    dense = engine.pair.dense.tensors()
+    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in dense]
+    whole, given = [], {}
+    for runtime in (engine.pair.ep, engine.pair.tp):
+        for name, weight in runtime.runner.model.named_parameters():
+            if engine.pair.buffer.owns(weight):
+                continue
+            whole.append((weight.data_ptr(), weight.data_ptr() + weight.nbytes))
+            if any(first <= weight.data_ptr() < end for first, end in spans):
+                given[name, runtime.layout] = weight
+    kinds = {name.rsplit(".", 2)[-2] for name, _ in given}
+    both = all(
+        {f"model.layers.{layer}.self_attn.{kind}.weight" for kind in ("qkv_proj", "o_proj")}
+        <= {name for name, layout in given if layout is runtime.layout}
+        for runtime in (engine.pair.ep, engine.pair.tp)
+        for layer in range(len(runtime.kv))
+    )
+    zeros = not any(tensor.any() for tensor in dense)
+    return covered(whole), sum(tensor.nbytes for tensor in dense), zeros, both and "embed_tokens" in kinds
+
+
+def test_attention_and_embeddings_go_too(fleet: Fleet, want: dict, models: list[str]) -> None:
+    where = fleet.call(work.addresses)
+    for whole, dense, zeros, all_large in fleet.call(large_weights):
+        assert dense > 0.9 * whole and not zeros and all_large
+    fleet.call(fill_and_sleep, BOTH, False)
+    fleet.call(wake, BOTH)
+    assert all(zeros for _, _, zeros, _ in fleet.call(large_weights)), "their memory was not given back"
+    fleet.call(updating.pull, 65, "in_place", models[0], None)
+    assert fleet.call(work.addresses) == where
+    work.assert_same(tokens(fleet), want)
 
 
 def test_without_a_copy_a_full_update_is_needed(fleet: Fleet, want: dict, models: list[str]) -> None:

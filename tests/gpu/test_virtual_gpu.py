@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from moebius.engine.backing import make_backing
+from moebius.engine.dense import DenseWeights
 from moebius.engine.layout import Layout
 from moebius.engine.memory import PlainBacking, RegionName, SlotSizes, UnifiedBuffer
 from moebius.kernels.cuda_calls import CudaError
@@ -374,6 +375,55 @@ def test_unlike_memory_is_refused_on_all_ranks(fleet: Fleet) -> None:
 
 def test_plain_memory_still_works(fleet: Fleet) -> None:
     fleet.call(plain_fallback)
+
+
+def dense_weights(own: Rank) -> dict[str, int]:
+    """Weights beside a buffer, used, given back and had again, in bytes of the device."""
+    calls = VirtualMemory([GRANULE], own.device)
+    dense = DenseWeights.beside(calls, own.device)
+    before = torch.cuda.mem_get_info(own.device)[0]
+    weights = [dense.zeros((8192, 4096), torch.bfloat16, own.device) for _ in range(4)]
+    small = dense.zeros((128, 2048), torch.bfloat16, own.device)
+    parameter = torch.nn.Parameter(
+        torch.empty(4096, 8192, dtype=torch.bfloat16, device=own.device), requires_grad=False
+    )
+    dense.adopt(parameter)
+    where = [weight.data_ptr() for weight in (*weights, parameter)]
+    assert [weight.data_ptr() for weight in dense.tensors()] == where and not small.any()
+    x = torch.randn(16, 4096, device=own.device, dtype=torch.bfloat16)
+    values = torch.randn(8192, 4096, device=own.device, dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    for weight in weights:
+        weight.copy_(values)
+    torch.nn.functional.linear(x, weights[3])  # cuBLAS makes its workspace
+    with torch.cuda.graph(graph):
+        y = torch.nn.functional.linear(x, weights[3])
+    graph.replay()
+    expected = torch.nn.functional.linear(x, values)
+    assert torch.equal(y, expected)
+    torch.cuda.empty_cache()
+    held = torch.cuda.mem_get_info(own.device)[0]
+    released = dense.release()
+    dist.barrier(own.group)
+    freed = torch.cuda.mem_get_info(own.device)[0] - held
+    dist.barrier(own.group)
+    restored = dense.restore()
+    assert [weight.data_ptr() for weight in dense.tensors()] == where
+    assert not any(weight.any() for weight in dense.tensors())
+    weights[3].copy_(values)
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected), "the graph reads the same addresses"
+    return {"taken": before - held, "released": released, "freed": freed, "restored": restored}
+
+
+def test_dense_weights_come_and_go(fleet: Fleet) -> None:
+    nbytes = 5 * 8192 * 4096 * 2
+    on_device = RANKS if sharing_gpus(RANKS) else 1
+    for told in fleet.call(dense_weights):
+        assert told["released"] == told["restored"] == nbytes
+        assert abs(told["freed"] - on_device * nbytes) < SLACK, told
 
 
 def test_times(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:

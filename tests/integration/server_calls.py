@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -28,6 +30,49 @@ def count_of_switches(service: RolloutService) -> int:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return sum(service.stats().switches.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a storm."""
+
+    body: int  # which
+    at: float  # seconds
+    fate: str  # stays | leaves (the client hangs up) | aborts (by its id)
+    patience: float  # seconds until then
+
+
+def storm(url: str, bodies: list[dict[str, Any]], arrivals: list[Arrival], name: str) -> list[list[Any] | None]:
+    """All answers' choices, whatever the order; None of clients that hung up before theirs came.
+
+    Raises httpx.ReadTimeout for an answer that does not come.
+    """
+
+    async def one(client: httpx.AsyncClient, number: int, arrival: Arrival) -> list[Any] | None:
+        await asyncio.sleep(arrival.at)
+        own = f"{name}-{number}"
+        timeout = httpx.Timeout(60, read=arrival.patience if arrival.fate == "leaves" else 60)
+        asked = asyncio.create_task(
+            client.post("/v1/completions", json=bodies[arrival.body] | {"request_id": own}, timeout=timeout)
+        )
+        if arrival.fate == "aborts":
+            await asyncio.sleep(arrival.patience)
+            await client.post("/abort_requests", json={"request_ids": [own]})
+        try:
+            answer = await asked
+        except httpx.ReadTimeout:
+            if arrival.fate != "leaves":
+                raise
+            return None
+        assert answer.status_code == 200, answer.text
+        choices: list[Any] = answer.json()["choices"]
+        return choices
+
+    async def everyone() -> list[list[Any] | None]:
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            return await asyncio.gather(*(one(client, *each) for each in enumerate(arrivals)))
+
+    return asyncio.run(everyone())
 
 
 def by_broadcast(url: str, tensors: dict[str, torch.Tensor], packed: bool, together: Any) -> list[httpx.Response]:

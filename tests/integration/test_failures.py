@@ -25,6 +25,7 @@ from moebius.rollout.group import RolloutGroup
 from moebius.rollout.shm import start_ticks
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
 from tests.integration.faults import POISON, arm, read_note
+from tests.integration.warm import Warm
 from tests.segments import segment_names
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
@@ -45,7 +46,7 @@ def before() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def group(model: Path, before: set[str]) -> Iterator[RolloutGroup]:
+def group(model: Path, before: set[str], warm: Warm) -> Iterator[RolloutGroup]:
     engine = EngineConfig(
         model=str(model),
         dtype="float32",
@@ -62,7 +63,11 @@ def group(model: Path, before: set[str]) -> Iterator[RolloutGroup]:
         sampling=Sampling(max_tokens=90, seed=0),
         failures=FailureSettings(keep_weights="host", step_deadline_s=BACK_S, silent_s=SILENT_S),
     )
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=warm.runtime_env,
+        # With the first report, else ten seconds after its start, a process opens a connection that stays.
+        _system_config={"metrics_report_interval_ms": 1000},
+    )  # fmt: skip
     with RolloutGroup(config) as group:
         torch.manual_seed(1)
         changed = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in load_weights(model).items()}

@@ -25,6 +25,7 @@ from moebius.rollout.failure_types import FailureSettings
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.shm import parse_ident, start_ticks
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
+from tests.integration.warm import Warm
 from tests.segments import segment_names
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
@@ -37,8 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray_with_room() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+def ray_with_room(warm: Warm) -> Iterator[None]:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=warm.runtime_env)
     yield
     ray.shutdown()
 
@@ -78,6 +79,12 @@ def works(group: RolloutGroup) -> None:
 
 
 # ---- generate ----------------------------------------------------------------------------------------
+
+
+def test_ranks_are_processes_of_their_own(group: RolloutGroup, warm: Warm) -> None:
+    pids = group.pids()
+    parents = [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids]
+    assert parents == [warm.pid] * 2 and len({*pids, warm.pid, os.getpid()}) == 4
 
 
 def test_the_first_report_tells_of_the_start(model: Path) -> None:

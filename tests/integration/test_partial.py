@@ -19,6 +19,7 @@ from moebius.rollout.demo_assets import make_tiny_model
 from moebius.rollout.errors import BadInput, GroupNotReady, MoebiusError
 from moebius.rollout.group import RolloutGroup
 from moebius.rollout.types import Rollout, Sampling
+from tests.integration.warm import Warm
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [16, 17, 18, 19], [20, 21]]
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "seed": 4}
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(model: Path) -> Iterator[RolloutGroup]:
+def group(model: Path, warm: Warm) -> Iterator[RolloutGroup]:
     engine = EngineConfig(
         model=str(model),
         dtype="float32",
@@ -40,7 +41,7 @@ def group(model: Path) -> Iterator[RolloutGroup]:
         enforce_eager=True,
         policy=PolicyConfig(kind="rollout", threshold=3),
     )
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=warm.runtime_env)
     config = RolloutConfig(ranks=2, device="cpu", engine=engine, sampling=Sampling(max_tokens=40, seed=0))
     with RolloutGroup(config) as group:
         yield group

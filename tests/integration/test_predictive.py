@@ -51,7 +51,7 @@ def test_costs_are_measured_once_and_reports_use_them(tmp_path: Path, caplog: py
         group.generate(prompts, 2)
         first = group.last_report
     assert first is not None and first.startup is not None
-    assert all(start.calibration_s > 0 for start in first.startup)
+    assert all(start.calibration_s > 0 and start.import_s > 0.5 for start in first.startup)
     static = first.counterfactual
     assert static.reason is None and static.source == group.costs_from
     assert static.static_ep_s and static.static_tp_s and static.gain

@@ -23,6 +23,7 @@ from moebius.rollout.replicas import RolloutReplicas
 from moebius.rollout.transports.ray_collective import NODE as NODE_OF
 from moebius.rollout.transports.ray_collective import RayBroadcaster
 from moebius.rollout.types import LengthTrace, Rollout, Sampling
+from tests.integration.warm import Warm
 
 PROMPTS = [[5 + i, 6, 7 + i] for i in range(10)]
 N = 2
@@ -36,10 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Cluster]:
+def cluster(warm: Warm) -> Iterator[Cluster]:
     nodes = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
     nodes.add_node(**NODE)
-    ray.init(address=nodes.address, log_to_driver=False)
+    ray.init(address=nodes.address, log_to_driver=False, runtime_env=warm.runtime_env)
     yield nodes
     ray.shutdown()
     nodes.shutdown()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +18,8 @@ import openai
 import pytest
 import ray
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from moebius.engine.config import EngineConfig, PolicyConfig
 from moebius.rollout.config import RolloutConfig
@@ -32,7 +34,8 @@ from moebius.rollout.transports import trainer
 from moebius.rollout.types import Sampling
 from tests.http_server import fuzz, serving
 from tests.integration.ray_head import free_ports
-from tests.integration.server_calls import by_broadcast, count_of_switches, idle
+from tests.integration.server_calls import Arrival, by_broadcast, count_of_switches, idle, storm
+from tests.integration.warm import Warm
 
 MODEL = "tiny"
 JSON = {"content-type": "application/json"}
@@ -40,7 +43,7 @@ LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 240, "ignore_eos": Tr
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
+def group(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[RolloutGroup]:
     model: Path = make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=2)
     engine = EngineConfig(
         model=str(model),
@@ -51,7 +54,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
         enforce_eager=True,
         policy=PolicyConfig(threshold=8, window=2, cooldown_s=0.05),
     )
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=warm.runtime_env)
     config = for_serving(RolloutConfig(ranks=2, device="cpu", engine=engine, sampling=Sampling(max_tokens=24, seed=0)))
     assert config.engine.policy.kind == "interactive"
     with RolloutGroup(config) as group:
@@ -308,48 +311,57 @@ def test_curl(url: str) -> None:
     assert "moebius_layout{" in curl("/metrics")
 
 
-def test_random_arrivals_and_aborts(client: openai.OpenAI, service: RolloutService) -> None:
-    """Bursts of random requests, some broken off: every other one is answered, and with the tokens of an engine that
-    does not switch, which this one is when requests come one at a time."""
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival, st.integers(0, 11), st.floats(0, 2), st.sampled_from(["stays"] * 4 + ["leaves", "aborts"]),
+        st.floats(0.001, 0.4),
+    ),
+    min_size=20, max_size=48,
+)  # fmt: skip
+
+
+def test_random_arrivals_and_aborts(url: str, service: RolloutService) -> None:
+    """Whatever comes and leaves when: every request is answered once, and with the tokens of an engine that does not
+    switch, which this one is when requests come one at a time, or with their beginning if it was aborted."""
     random = Random(1)
-    bodies = {
-        i: {
-            "prompt": [random.randrange(3, 60) for _ in range(random.randrange(1, 20))],
-            "max_tokens": random.choice([3, 12, 30, 70]),
-            "seed": random.randrange(1 << 40),
-            "temperature": random.choice([0.0, 0.8, 1.0]),
+    bodies = [
+        {
+            "prompt": [random.randrange(3, 60) for _ in range(random.randrange(1, 20))], "n": random.choice([1, 1, 2]),
+            "max_tokens": random.choice([3, 12, 30, 70]), "seed": random.randrange(1 << 40),
+            "temperature": random.choice([0.0, 0.8, 1.0]), "ignore_eos": True, "return_token_ids": True,
         }
-        for i in range(48)
-    }
-    start = {i: 0.9 * (i // 16) + random.random() * 0.3 for i in bodies}
-    patience = {i: random.random() * 0.3 if random.random() < 0.2 else 120 for i in bodies}
-    switches = count_of_switches(service)
-
-    async def one(asked: openai.AsyncOpenAI, i: int) -> list[int] | None:
-        await asyncio.sleep(start[i])
-        more = {"ignore_eos": True, "return_token_ids": True}
-        try:
-            work = asked.completions.create(model=MODEL, **bodies[i], extra_body=more)
-            return (await asyncio.wait_for(work, patience[i])).choices[0].token_ids
-        except TimeoutError:
-            return None
-
-    async def storm() -> list[list[int] | None]:
-        async with openai.AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0, timeout=120) as asked:
-            return await asyncio.gather(*(one(asked, i) for i in bodies))
-
-    found = {i: tokens for i, tokens in enumerate(asyncio.run(storm())) if tokens is not None}
-    assert {i for i in bodies if patience[i] > 1} <= set(found)
-    idle(service)
-    assert count_of_switches(service) >= switches + 2, "to EP and back"
-    client.completions.create(model=MODEL, prompt=[1], max_tokens=20, extra_body={"ignore_eos": True})
+        for _ in range(12)
+    ]  # fmt: skip
+    httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 20}, timeout=60)
     before = count_of_switches(service)
-    for i in list(found)[::4]:
-        alone = client.completions.create(
-            model=MODEL, **bodies[i], extra_body={"ignore_eos": True, "return_token_ids": True}
-        )
-        assert alone.choices[0].token_ids == found[i], bodies[i]
+    alone = [httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"] for body in bodies]
     assert count_of_switches(service) == before, "these did not see a switch"
+    ends: Counter[str] = Counter()
+
+    @settings(
+        max_examples=4, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(arrivals=ARRIVALS)
+    def one(arrivals: list[Arrival]) -> None:
+        started = Counter(service.stats().requests)
+        answers = storm(url, bodies, arrivals, f"storm-{ends.total()}")
+        idle(service)
+        ended = Counter(service.stats().requests) - started
+        left = answers.count(None)  # some before their request was taken in
+        ends.update(ended)
+        assert ended["failed"] == ended["refused"] == 0
+        assert len(arrivals) - left <= ended["ok"] + ended["aborted"] <= len(arrivals)
+        for arrival, choices in zip(arrivals, answers, strict=True):
+            for choice, wanted in zip(choices or [], alone[arrival.body], strict=choices is not None):
+                if choice["finish_reason"] == "abort" and arrival.fate == "aborts":
+                    assert choice["token_ids"] == wanted["token_ids"][: len(choice["token_ids"])], arrival
+                else:
+                    assert (choice["token_ids"], choice["finish_reason"]) == (wanted["token_ids"], "length"), arrival
+
+    one()
+    assert count_of_switches(service) >= before + 2, "to EP and back"
+    assert ends["ok"] > 40 and ends["aborted"] > 3
 
 
 def test_weights_come_from_a_trainer(url: str, client: openai.OpenAI, group: RolloutGroup) -> None:

@@ -18,13 +18,14 @@ from moebius.rollout.group import RolloutGroup
 from moebius.rollout.service import RolloutService
 from moebius.rollout.service_types import ServiceSettings
 from moebius.rollout.types import Sampling
+from tests.integration.warm import Warm
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [16, 17, 18, 19]]
 EXACT: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
+def group(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[RolloutGroup]:
     model: Path = make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=2)
     engine = EngineConfig(
         model=str(model),
@@ -35,7 +36,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
         enforce_eager=True,
         policy=PolicyConfig(kind="rollout", threshold=5),
     )
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=warm.runtime_env)
     config = RolloutConfig(ranks=2, device="cpu", engine=engine, sampling=Sampling(max_tokens=40, seed=0))
     with RolloutGroup(config) as group:
         yield group

@@ -28,6 +28,7 @@ from moebius.rollout.service_types import ServiceSettings
 from moebius.rollout.types import Sampling
 from tests.http_server import serving
 from tests.integration.gloo_transfer import GlooTransferEngine
+from tests.integration.warm import Warm
 
 ROOT = Path(__file__).parents[2]
 STEPS, PROMPTS, N, LONGEST = 2, 3, 4, 24
@@ -44,7 +45,7 @@ def trl() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
+def group(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[RolloutGroup]:
     model = make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=2)
     engine = EngineConfig(
         model=str(model),
@@ -57,7 +58,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutGroup]:
     )
     # Random weights hardly ever end a sample; this makes lengths differ, and is kept beside what TRL asks for.
     sampling = Sampling(max_tokens=8, stop_token_ids=list(range(300, 340)))
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env=warm.runtime_env)
     with RolloutGroup(RolloutConfig(ranks=2, device="cpu", engine=engine, sampling=sampling)) as group:
         yield group
     ray.shutdown()

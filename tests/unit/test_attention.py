@@ -10,6 +10,7 @@ import torch
 
 from moebius.engine.account import _interval, split
 from moebius.engine.attention import AttentionError, SharedAttention, head_moves
+from moebius.engine.dense import DenseWeights
 from moebius.engine.layout import Layout
 
 EP, TP = Layout.EP, Layout.TP
@@ -58,7 +59,7 @@ def layer(name: str, ranks: int, rank: int, heads: int, kv: int) -> Any:
 
 def shared_of(heads: int, kv: int, ranks: int, rank: int) -> tuple[SharedAttention, list[torch.Tensor]]:
     """Of one rank, and by layer: EP's qkv and o, then TP's."""
-    shared, views = SharedAttention(), []
+    shared, views = SharedAttention(DenseWeights(None)), []
     held = (heads // ranks + 2 * max(1, kv // ranks)) * SIZE
     for layout, rows, columns, degree in (
         (TP, held, heads * SIZE // ranks, ranks), (EP, (heads + 2 * kv) * SIZE, heads * SIZE, 1),
@@ -109,7 +110,7 @@ def test_views_of_both_layouts_over_many_switches(heads: int, kv: int, ranks: in
 
 
 def test_other_attention_is_refused_in_words() -> None:
-    shared = SharedAttention()
+    shared = SharedAttention(DenseWeights(None))
     assert not shared.takes(SimpleNamespace(prefix="layers.0.attn.kv_b_proj", total_num_kv_heads=1))
     assert shared.takes(layer("layers.0.attn.o_proj", 2, 0, 4, 2))
     with pytest.raises(
@@ -139,7 +140,7 @@ def test_a_model_whose_projections_have_other_names_is_refused_at_the_start() ->
     for shared in (None, shared_of(4, 2, 2, 1)[0]):
         pair.attention = shared
         pair._check_aliasing()
-    pair.attention = SharedAttention()
+    pair.attention = SharedAttention(DenseWeights(None))
     assert not pair.attention.takes(layer("layers.0.attn.query_key_value", 2, 0, 4, 2))
     with pytest.raises(
         AttentionError, match=r"0 qkv_proj and 0 o_proj in 2 layers; set engine\.attention_weights: both"

@@ -80,6 +80,19 @@ def test_the_longer_match_wins_and_equal_ones_are_counted() -> None:
     assert draft(index, 0) == [60]
 
 
+def test_long_matches_are_found_behind_many_newer_short_ones() -> None:
+    index = DraftIndex(1 << 10, 1)
+    for text in [[1, 2, 3, 4, 5, 60]] * 3 + [[9, 4, 5, 70]] * 40:
+        index.add(0, np.array(text, dtype=np.int32))
+    index.begin(0, 0)
+    table = np.array([[1, 2, 3, 4, 5], [8, 3, 4, 5, 0]], dtype=np.int32)
+    index.extend(ints([0]), table, ints([0]), ints([5]))
+    assert draft(index, 0, limit=1) == [60]
+    index.begin(0, 0)
+    index.extend(ints([0]), table, ints([1]), ints([4]))
+    assert draft(index, 0, limit=1) == [70], "without a long match the short ones count"
+
+
 def test_scopes_keep_texts_apart() -> None:
     index = DraftIndex(1 << 10, 2)
     index.add(1, np.array([3, 4, 5], dtype=np.int32))

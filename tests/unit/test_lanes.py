@@ -109,3 +109,9 @@ def test_segments_of_another_lane_do_not_count(tmp_path: Path) -> None:
     assert [name.rpartition("-")[2] for name in segment_names(tmp_path)] == ["own"]
     other.communicate()
     assert theirs in segment_names(tmp_path), "left by one that is gone"
+
+
+def test_python_keeps_what_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    output = start(tmp_path, "echo told: ${PYTHONDONTWRITEBYTECODE:-nothing}").communicate(timeout=60)[0]
+    assert "told: nothing" in output.splitlines()

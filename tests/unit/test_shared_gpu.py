@@ -133,10 +133,12 @@ import json, os, subprocess, sys
 listed = os.environ["CUDA_VISIBLE_DEVICES"]
 rank = subprocess.check_output([sys.executable, "-c", {rank!r}], text=True).strip()
 json.dump([listed, rank], open({str(seen)!r}, "w"))
+text = open({str(tmp_path / "old.json")!r}).read()
+open({str(tmp_path / "memory.json")!r}, "w").write(text)
 sys.exit(5)
 """
     results = make_results("memory", command="bench memory", options={}, results={"x": 1.0}, curves=[], series={})
-    (tmp_path / "memory.json").write_text(results.model_dump_json())
+    (tmp_path / "old.json").write_text(results.model_dump_json())
     monkeypatch.setattr(shared_gpu, "visible_devices", lambda: ["7"])
     words = ["shared_gpu", "--ranks", "2", "--out", str(tmp_path), sys.executable, "-c", command]
     monkeypatch.setattr(sys, "argv", words)
@@ -144,6 +146,7 @@ sys.exit(5)
     assert json.loads(seen.read_text()) == ["7,7", "7"]
     (note,) = read_results(tmp_path / "memory.json").notes
     assert note.startswith("one GPU shared by 2 ranks") and "say nothing" in note
+    assert read_results(tmp_path / "old.json").notes == [], "another run's"
     monkeypatch.setattr(shared_gpu, "visible_devices", lambda: ["0", "1"])
     with pytest.raises(SystemExit):
         shared_gpu.main()

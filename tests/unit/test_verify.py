@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from moebius.engine.sampler import SEED_FIELD, CounterSampler
 from moebius.engine.verify import REJECTED, KeyedVerifier, UnknownProcessor, check_processors
+from moebius.kernels.noise import derive_seed
 
 VOCAB, LONGEST = 48, 64
 KINDS: list[dict[str, Any]] = [
@@ -143,6 +144,48 @@ def test_every_position_is_sampled_as_without_drafts(seed: int) -> None:
         mine = lists.slice_request(i, len(tokens[i]))
         assert mine.logprobs[:, 0].tolist() == pytest.approx(logprobs[i][: right + 1], abs=1e-5)
         assert mine.logprob_token_ids[:, 0].tolist() == tokens[i]
+
+
+def chance_of(counts: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of counts at least as far from those wanted (chi-square, all cells filled)."""
+    statistic = ((counts - wanted) ** 2 / wanted).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0, dtype=torch.float64), statistic / 2))
+
+
+@pytest.mark.parametrize("accept", ["what is right", "everything"])
+def test_samples_with_drafts_are_distributed_as_without(accept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens of a Markov chain over four, 3,200 times, with drafts of its likeliest tokens: all 64 sequences come
+    as often as they should. Right samples fail this with a chance of 1e-4; were every draft kept, they would not pass.
+    """
+    tokens, length, samples = 4, 3, 3200
+    if accept == "everything":
+        monkeypatch.setattr(KeyedVerifier, "accepted", lambda _, sampled, drafts: (drafts != REJECTED).sum(dim=1))
+    logits = torch.full((tokens, VOCAB), -torch.inf)
+    logits[:, :tokens] = 0.6 * torch.randn(tokens, tokens, generator=torch.Generator().manual_seed(0))
+    likeliest = logits.argmax(dim=1).tolist()
+    counts = torch.zeros(tokens**length, dtype=torch.float64)
+    for first in range(0, samples, 32):
+        drawn: list[list[int]] = [[] for _ in range(32)]
+        while left := [i for i in range(32) if len(drawn[i]) < length]:
+            requests, drafts, rows = [], [], []
+            for i in left:
+                requests.append(request(i, {"temperature": 1.0}, drawn[i], False))
+                requests[-1].sampling_params.extra_args = {SEED_FIELD: derive_seed(0, 0, first + i, 0)}  # type: ignore[union-attr]
+                before = [drawn[i][-1] if drawn[i] else 0]
+                for _ in range(length - len(drawn[i]) - 1):
+                    before.append(likeliest[before[-1]])
+                drafts.append(before[1:])
+                rows.append(logits[before])
+            found, _ = verify(Runner(requests, drafts), drafts, torch.cat(rows))
+            for i, more in zip(left, found, strict=True):
+                drawn[i] += more
+        for a, b, c in drawn:
+            counts[(a * tokens + b) * tokens + c] += 1
+    p = logits[:, :tokens].double().softmax(dim=1)
+    wanted = samples * (p[0][:, None, None] * p[:, :, None] * p[None]).flatten()
+    assert wanted.min() > 5, "chi-square needs so many"
+    chance = chance_of(counts, wanted)
+    assert (chance > 1e-4) is (accept == "what is right"), chance
 
 
 def test_placeholders_are_never_right() -> None:
