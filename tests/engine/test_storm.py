@@ -25,6 +25,7 @@ from tests.engine.fleet import Fleet, RankError
 
 EXAMPLES = 60
 QUIET_S = 0.05  # without an iteration for so long, the next wave is handed in
+BUSY_S = 0.25  # likewise while requests are unanswered: on a busy machine an iteration may take longer than that
 
 
 def _pool(count: int = 48) -> list[SampleRequest]:
@@ -77,6 +78,7 @@ class Storm:
         self.engine, self.plan = engine, plan
         self.waves = sorted(plan.waves, key=lambda wave: wave[0])
         self.iteration, self.seen_at, self.lock, self.over = 0, time.monotonic(), threading.Lock(), threading.Event()
+        self.handed_in, self.results = len(plan.first), list[Any]()
 
     def on_iteration(self, done: int, live: int, layout: str, tokens: int) -> None:
         self.iteration += 1
@@ -90,6 +92,7 @@ class Storm:
                 self.submit(self.waves.pop(0)[1])
 
     def submit(self, wave: list[SampleRequest]) -> None:
+        self.handed_in += len(wave)
         if not self.plan.threads:
             return self.engine.inbox.submit(wave)
         threads = [threading.Thread(target=self.engine.inbox.submit, args=([request],)) for request in wave]
@@ -106,7 +109,8 @@ class Storm:
     def watch(self) -> None:
         """Hand in what no iteration brings about, and close the step in the end."""
         while not self.over.wait(QUIET_S / 5):
-            if time.monotonic() - self.seen_at < QUIET_S:
+            answered = len(self.results) >= self.handed_in
+            if time.monotonic() - self.seen_at < (QUIET_S if answered else BUSY_S):
                 continue
             self.seen_at = time.monotonic()
             with self.lock:
@@ -117,7 +121,7 @@ class Storm:
                 self.submit(self.waves.pop(0)[1])
 
     def run(self) -> Any:
-        engine, migrate, results = self.engine, self.engine.switcher._migrate, []
+        engine, migrate = self.engine, self.engine.switcher._migrate
 
         def aborting_migrate(*args: Any) -> Any:
             self.abort("switch")
@@ -129,13 +133,13 @@ class Storm:
         watcher = threading.Thread(target=self.watch)
         watcher.start()
         try:
-            outcome = engine.run_step(self.plan.first, on_iteration=self.on_iteration, on_results=results.extend)
+            outcome = engine.run_step(self.plan.first, on_iteration=self.on_iteration, on_results=self.results.extend)
         finally:
             self.over.set()
             watcher.join()
             engine.inbox.close()
             del engine.switcher._migrate
-        outcome.results = results
+        outcome.results = self.results
         return outcome
 
 
