@@ -70,8 +70,8 @@ def _fuzz_one(operation: Any, examples: int, deadline: float) -> Counter[int]:
         if isinstance(case.body, dict):
             for key in [key for key in case.body if key not in ("prompt", "messages")][kept:]:
                 del case.body[key]
-            if not kept and "prompt" in case.body:
-                case.body["prompt"] = "2 + 2 ="  # one that surely does
+            if "prompt" in case.body and not (kept and statuses):
+                case.body = {"prompt": "2 + 2 ="}  # one that surely is; the first in any case
             for key, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", 4)):
                 if isinstance(case.body.get(key), int):
                     case.body[key] = min(case.body[key], most)
