@@ -25,7 +25,7 @@ from tests.engine.fleet import Fleet, RankError
 
 EXAMPLES = 60
 QUIET_S = 0.05  # without an iteration for so long, the next wave is handed in
-BUSY_S = 0.25  # likewise while requests are unanswered: on a busy machine an iteration may take longer than that
+BUSY_S = 0.6  # likewise while requests are unanswered: on a busy machine an iteration may take longer than that
 
 
 def _pool(count: int = 48) -> list[SampleRequest]:
